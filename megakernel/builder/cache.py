@@ -1,0 +1,123 @@
+"""The compile cache: try_load, build, load. A key covers every source, flag, the target and the compiler.
+
+Entries are made in a temporary folder beside the final one and published by one rename, so that a killed build
+or two builds at once never leave half an entry. `try_load` raises nothing for an absent entry; a damaged one is
+removed and built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from megakernel.device.device import Device, KernelSource
+from megakernel.errors import BuildError
+
+PACKAGE = Path(__file__).resolve().parent.parent
+INCLUDE = PACKAGE.parent
+SOURCE_FOLDERS = ("tasks", "scheduler", "device")
+SOURCE_SUFFIXES = (".cuh", ".h")
+STALE_SECONDS = 3600.0
+
+
+@lru_cache(maxsize=1)
+def device_sources() -> tuple[Path, ...]:
+    """Every device source of the package, in a fixed order."""
+    found = [p for f in SOURCE_FOLDERS for p in (PACKAGE / f).iterdir() if p.suffix in SOURCE_SUFFIXES]
+    return tuple(sorted(found))
+
+
+def cache_key(source: KernelSource, compiler_id: str) -> str:
+    """Hex digest over everything that can change the binary."""
+    h = hashlib.sha256()
+    parts = [source.text, compiler_id, source.target.name, f"chaos={source.chaos} trace={source.trace}"]
+    parts += [f"{name}\0{text}" for name, text in sorted(source.headers.items())]
+    for part in parts:
+        h.update(len(part).to_bytes(8, "little"))
+        h.update(part.encode())
+    for path in device_sources():
+        data = path.read_bytes()
+        h.update(f"{path.relative_to(PACKAGE)}\0{len(data)}\0".encode())
+        h.update(data)
+    return h.hexdigest()[:32]
+
+
+def compiled(source: KernelSource, device: Device, folder: Path) -> Path:
+    """The compiled kernel for `source`: from the cache, or built and published. Raises BuildError, NoCompiler."""
+    compiler_id = device.compiler_id(source.target)
+    entry = folder / "kernels" / cache_key(source, compiler_id)
+    return try_load(entry) or _build(entry, source, device, compiler_id)
+
+
+def try_load(entry: Path) -> Path | None:
+    """The binary of a whole cache entry, or None. An entry whose content changed is removed."""
+    binary = entry / "kernel.bin"
+    try:
+        meta = json.loads((entry / "entry.json").read_text())
+        if hashlib.sha256(binary.read_bytes()).hexdigest() == meta["sha256"]:
+            return binary
+    except (OSError, ValueError, KeyError, TypeError):
+        if not entry.exists():
+            return None
+    shutil.rmtree(entry, ignore_errors=True)
+    return None
+
+
+def _build(entry: Path, source: KernelSource, device: Device, compiler_id: str) -> Path:
+    with _writable(entry.parent):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(entry.parent)
+        work = Path(tempfile.mkdtemp(prefix=".build-", dir=entry.parent))
+    try:
+        with _writable(entry.parent):
+            (work / "kernel.cpp").write_text(source.text)
+            for name, text in source.headers.items():
+                (work / name).write_text(text)
+        device.compile(source, INCLUDE, work / "kernel.bin")
+        with _writable(entry.parent):
+            digest = hashlib.sha256((work / "kernel.bin").read_bytes()).hexdigest()
+            (work / "entry.json").write_text(json.dumps({"sha256": digest, "compiler": compiler_id}))
+            os.chmod(work, 0o755)
+        return _publish(work, entry)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _publish(work: Path, entry: Path) -> Path:
+    try:
+        os.rename(work, entry)
+    except OSError as e:
+        if e.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise BuildError(f"cannot publish the compiled kernel to {entry}: {e.strerror}") from e
+        found = try_load(entry)  # another process was first; its result is the same
+        if found is None:
+            os.rename(work, entry)
+    return entry / "kernel.bin"
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise BuildError(
+            f"cannot write the compile cache {folder}: {e.strerror or e}; free some space, or choose another folder "
+            "with MEGAKERNEL_CACHE"
+        ) from e
+
+
+def _sweep(folder: Path) -> None:
+    """Remove folders of builds that were killed more than an hour ago."""
+    for left in folder.glob(".build-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)

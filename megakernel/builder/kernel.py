@@ -1,0 +1,44 @@
+"""The generated translation unit: includes, a type list of task variants, one entry. No algorithm is in here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megakernel.device.device import KernelSource
+from megakernel.target import Target
+from megakernel.tasks.record import c_header
+from megakernel.tasks.task import TaskNode, all_fields
+
+ABI_HEADER = "megakernel_abi.h"
+
+
+def variants_of(nodes: Sequence[TaskNode]) -> tuple[str, ...]:
+    """The distinct task variants in order of first use; the index is the opcode."""
+    return tuple(dict.fromkeys(variant_text(n) for n in nodes))
+
+
+def variant_text(node: TaskNode) -> str:
+    """C++ type of a node's task, e.g. `Matmul<MatmulConfig{.tile_n = 32}>`."""
+    return f"{node.task.body}<{node.task.config}{node.variant.cpp()}>"
+
+
+def kernel_source(nodes: Sequence[TaskNode], target: Target, *, chaos: bool = False, trace: bool = False) -> KernelSource:
+    """Source of the kernel that runs these nodes on this target."""
+    files = sorted({n.task.name for n in nodes})
+    variants = variants_of(nodes)
+    lines = [
+        "// Generated: a list of task variants. The algorithms are in the headers.",
+        f'#include "{ABI_HEADER}"',
+        f'#include "megakernel/device/{target.backend}.h"',
+        *(f'#include "megakernel/tasks/{name}.cuh"' for name in files),
+        '#include "megakernel/scheduler/pipeline.cuh"',
+        "",
+        "namespace megakernel::tasks {",
+        "using Tasks = TaskList<",
+        ",\n".join(f"    {v}" for v in variants) + ">;",
+        "}  // namespace megakernel::tasks",
+        "",
+        "MEGAKERNEL_ENTRY(megakernel::tasks::Tasks)",
+        "",
+    ]
+    return KernelSource("\n".join(lines), {ABI_HEADER: c_header(all_fields())}, target, chaos, trace)

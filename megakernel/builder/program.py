@@ -1,0 +1,210 @@
+"""A Program: compiled kernel, queues, memory plan and manifest. It holds no addresses and no weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.errors import ProgramError
+from megakernel.tasks.record import RECORD, abi_hash
+from megakernel.tasks.task import all_fields
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """Rows `[start, stop)` of one checkpoint tensor; `stop` -1 is to the end."""
+
+    tensor: str
+    start: int = 0
+    stop: int = -1
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One weight as the kernel reads it, at byte `offset` of the weights segment.
+
+    kind: "matrix" (concatenated parts, packed by the target's weight layout), "interleaved" (two parts, gate and up,
+    interleaved per tile, then packed), "vector" (float32, parts concatenated, plus `add`), "table" (row-major rows in
+    the weight dtype), "cos" / "sin" (float32 rotary tables made by the host).
+    """
+
+    name: str
+    kind: str
+    offset: int
+    bytes: int
+    n: int
+    k: int
+    parts: tuple[WeightPart, ...] = ()
+    add: float = 0.0
+    rope: int = -1  # index of the rotary specification of a table
+
+
+@dataclass(frozen=True)
+class WorkspaceTensor:
+    """A buffer of the workspace: `rows` x `cols` elements of `dtype` at byte `offset`."""
+
+    name: str
+    offset: int
+    bytes: int
+    rows: int
+    cols: int
+    dtype: str  # "f32", "bf16", "u32", "u8"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What a person wants to know of a node when reading a fault or a timeline."""
+
+    name: str
+    task: str
+    variant: str
+    tiles: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a program but its code and its queues. Sizes in bytes unless named otherwise."""
+
+    format: int
+    abi_hash: int
+    name: str
+    model: dict[str, Any]  # ModelConfig as a dict
+    rope: tuple[dict[str, Any], ...]  # rotary specifications used by tables
+    target: str
+    backend: str
+    workers: int
+    dtype: str
+    kv_dtype: str
+    policy: str
+    max_slots: int
+    max_context: int
+    max_rows: int
+    max_pieces: int
+    page_tokens: int
+    pages_per_slot: int
+    piece_tokens: int
+    kv_layers: int
+    kv_heads: int
+    head_dim: int
+    kv_unit_bytes: int  # one page of one KV head: K and V
+    vocab: int
+    weights_bytes: int
+    stream_bytes: int  # bytes of weights read by one step at one row
+    workspace_bytes: int
+    counter_count: int
+    queue_length: int
+    variants: tuple[str, ...]  # by opcode
+    nodes: tuple[NodeInfo, ...]
+    weights: tuple[PackedWeight, ...]
+    tensors: tuple[WorkspaceTensor, ...]
+    source_hash: str
+    chaos: bool = False
+    trace: bool = False
+
+    def tensor(self, name: str) -> WorkspaceTensor:
+        for t in self.tensors:
+            if t.name == name:
+                return t
+        raise ProgramError(f"program {self.name} has no workspace tensor {name!r}")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise ProgramError(f"manifest.json is not JSON ({e}); build the program again") from e
+        known = {f.name for f in fields(Manifest)}
+        if not isinstance(raw, dict) or set(raw) - known or raw.get("format") != FORMAT:
+            got = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
+            raise ProgramError(f"manifest format {got}, this version reads {FORMAT}; build the program again")
+        try:
+            raw["nodes"] = tuple(NodeInfo(**n) for n in raw["nodes"])
+            raw["weights"] = tuple(
+                PackedWeight(**{**w, "parts": tuple(WeightPart(**p) for p in w["parts"])}) for w in raw["weights"]
+            )
+            raw["tensors"] = tuple(WorkspaceTensor(**t) for t in raw["tensors"])
+            raw["variants"], raw["rope"] = tuple(raw["variants"]), tuple(raw["rope"])
+            return Manifest(**raw)
+        except (TypeError, KeyError) as e:
+            raise ProgramError(f"manifest.json misses or adds a field ({e}); build the program again") from e
+
+
+@dataclass(frozen=True)
+class Program:
+    """`records` is [workers, queue_length] of RECORD.dtype; `binary` the compiled kernel; `source` its text."""
+
+    manifest: Manifest
+    records: npt.NDArray[Any]
+    binary: Path
+    source: str
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the program to a folder that must not exist yet; all or nothing."""
+        final = Path(folder)
+        if final.exists():
+            raise ProgramError(f"{final} exists; give a new folder or remove it")
+        final.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+        try:
+            (work / "manifest.json").write_text(self.manifest.to_json())
+            (work / "kernel.cpp").write_text(self.source)
+            shutil.copyfile(self.binary, work / "kernel.bin")
+            np.save(work / "records.npy", self.records.view(np.uint8), allow_pickle=False)
+            sums = {p.name: _sha(p) for p in sorted(work.iterdir())}
+            (work / "sums.json").write_text(json.dumps(sums))
+            os.chmod(work, 0o755)
+            os.rename(work, final)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        return final
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> Program:
+        """Read a saved program; raises ProgramError when it is damaged or of another version."""
+        root = Path(folder)
+        try:
+            sums = json.loads((root / "sums.json").read_text())
+            for name, want in sums.items():
+                got = _sha(root / name)
+                if got != want:
+                    raise ProgramError(f"{root / name}: content changed since it was saved; build the program again")
+            manifest = Manifest.from_json((root / "manifest.json").read_text())
+            raw = np.load(root / "records.npy", allow_pickle=False)
+        except (OSError, ValueError) as e:
+            raise ProgramError(f"{root} is not a saved program ({e}); expected manifest.json, records.npy, kernel.bin") from e
+        check_abi(manifest)
+        shape = (manifest.workers, manifest.queue_length)
+        if raw.size != shape[0] * shape[1] * RECORD.size:
+            raise ProgramError(f"{root}: records.npy has {raw.size} bytes, expected {shape[0] * shape[1] * RECORD.size}")
+        records = np.frombuffer(raw.tobytes(), RECORD.dtype).reshape(shape)
+        return Program(manifest, records, root / "kernel.bin", (root / "kernel.cpp").read_text())
+
+
+def check_abi(manifest: Manifest) -> None:
+    """Raise ProgramError when the program's structures are not this version's."""
+    here = abi_hash(all_fields())
+    if manifest.abi_hash != here:
+        raise ProgramError(
+            f"program {manifest.name} was built with record layout {manifest.abi_hash:016x}, this version has "
+            f"{here:016x}; build the program again"
+        )
+
+
+def _sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

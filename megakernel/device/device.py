@@ -1,0 +1,118 @@
+"""The interface of every device: something that compiles a kernel, holds memory and runs launches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.target import Target
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a device can be used here, and if not, one sentence that says why."""
+
+    usable: bool
+    reason: str
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """What a compiler is given: the generated translation unit, generated headers by file name, extra defines."""
+
+    text: str
+    headers: Mapping[str, str]
+    target: Target
+    chaos: bool = False  # random delays and lost signals, for tests
+    trace: bool = False  # record the timeline
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory of a device. `host` is a NumPy view when the host can touch it, else None."""
+
+    address: int
+    bytes: int
+    host: Bytes | None
+    owner: object  # keeps the memory alive
+
+
+class Executable(ABC):
+    """A loaded kernel with its workers. Not thread-safe; one driver thread uses it."""
+
+    @abstractmethod
+    def launch(self, args: bytes) -> None:
+        """Start a launch with these KernelArgs and return at once. One launch at a time."""
+
+    @abstractmethod
+    def wait_event(self, ring_seen: int, timeout_s: float) -> bool:
+        """Sleep until TokenRing.written > ring_seen or the launch ended; True when something happened.
+
+        Releases the interpreter lock and does not spin."""
+
+    @abstractmethod
+    def running(self) -> bool:
+        """Whether a launch has not ended yet."""
+
+    @abstractmethod
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the launch; False when it did not end in time."""
+
+    @abstractmethod
+    def notify(self) -> None:
+        """Tell an idle kernel that the mailbox has an entry (a no-op where kernels poll)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the workers and free the module. Idempotent."""
+
+
+class Device(ABC):
+    """A device of one backend."""
+
+    name: str  # "cpu", "cuda:0", ...
+
+    @abstractmethod
+    def availability(self) -> Availability: ...
+
+    @property
+    @abstractmethod
+    def target(self) -> Target:
+        """The target of this very device (its own worker count, memory and instruction set)."""
+
+    @abstractmethod
+    def compiler_id(self, target: Target) -> str:
+        """Name and version of the compiler and all flags: part of the cache key. Raises NoCompiler."""
+
+    @abstractmethod
+    def compile(self, source: KernelSource, include: Path, output: Path) -> None:
+        """Compile to the file `output`. `include` holds the package's sources. Raises BuildError with the log."""
+
+    @abstractmethod
+    def load(self, binary: Path, target: Target, abi_hash: int) -> Executable:
+        """Load a compiled kernel. Raises ProgramError when its ABI or architecture is another."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int, host_visible: bool = False) -> Buffer:
+        """Memory aligned to at least 256 bytes; contents undefined. Raises CapacityError with sizes."""
+
+    @abstractmethod
+    def fill(self, buffer: Buffer, byte: int) -> None: ...
+
+    @abstractmethod
+    def upload(self, buffer: Buffer, offset: int, data: npt.NDArray[Any]) -> None:
+        """Copy to the device; done when it returns."""
+
+    @abstractmethod
+    def download(self, buffer: Buffer, offset: int, nbytes: int) -> Bytes: ...
+
+    @abstractmethod
+    def free(self, buffer: Buffer) -> None: ...

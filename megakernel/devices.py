@@ -1,0 +1,37 @@
+"""The devices of this machine by name. A backend is one module in device/ with `devices()`; the folder is scanned."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megakernel import device as device_package
+from megakernel.device.device import Device
+from megakernel.errors import DeviceUnavailable
+
+
+def list_devices() -> list[Device]:
+    """Every device of every backend; a backend whose hardware is absent gives one device that says why."""
+    found: list[Device] = []
+    folder = Path(device_package.__file__ or "").parent
+    for info in sorted(pkgutil.iter_modules([str(folder)]), key=lambda i: i.name):
+        module = importlib.import_module(f"megakernel.device.{info.name}")
+        if hasattr(module, "devices"):
+            listed: Sequence[Device] = module.devices()
+            found += listed
+    return found
+
+
+def open_device(name: str) -> Device:
+    """The device called `name` ("cpu", "cuda" or "cuda:0", ...). Raises DeviceUnavailable with the reason."""
+    devices = list_devices()
+    wanted = [d for d in devices if d.name == name or d.name.split(":")[0] == name]
+    if not wanted:
+        known = ", ".join(d.name for d in devices)
+        raise DeviceUnavailable(f"no device {name!r}; known: {known}")
+    state = wanted[0].availability()
+    if not state.usable:
+        raise DeviceUnavailable(f"device {name}: {state.reason}")
+    return wanted[0]

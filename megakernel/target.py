@@ -1,0 +1,92 @@
+"""What the compiler knows of a machine: units, memory, rates. A value, never a device handle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megakernel.errors import TargetError
+
+Backend = Literal["cpu", "cuda", "hip"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to compile for. Rates are for the cost model only; results never depend on them.
+
+    `workers`: resident blocks or threads. `shared_bytes`: shared memory of one block (0: none).
+    `stream_gbps`: measured or documented read bandwidth of all workers, GB/s. `hop_us`: publish to seen, microseconds.
+    """
+
+    name: str
+    backend: Backend
+    workers: int
+    shared_bytes: int
+    stream_gbps: float
+    worker_gflops: float
+    hop_us: float
+    task_us: float
+    tile_n: int  # output rows of one matmul tile
+    page_tokens: int  # tokens of one KV page
+    piece_tokens: int  # tokens that one attention item covers; a multiple of page_tokens
+    value_edges: bool  # activations carry their own validity
+    vector_bytes: int = 0
+    cluster: int = 1
+    source: str = ""  # where the figures come from
+
+    def with_workers(self, workers: int) -> Target:
+        if workers < 1:
+            raise TargetError(f"workers must be at least 1, got {workers}")
+        return replace(self, workers=workers)
+
+
+def _cpu(name: str, vector: int) -> Target:
+    return Target(
+        name=name, backend="cpu", workers=2, shared_bytes=0, stream_gbps=20.0, worker_gflops=50.0, hop_us=0.3,
+        task_us=0.2, tile_n=32, page_tokens=32, piece_tokens=256, value_edges=False, vector_bytes=vector,
+        source="order of magnitude of a 2-core server; calibrate for figures",
+    )  # fmt: skip
+
+
+def _cuda(name: str, sms: int, shared_kb: int, gbps: float, cluster: int = 1) -> Target:
+    return Target(
+        name=name, backend="cuda", workers=sms, shared_bytes=shared_kb * 1024, stream_gbps=gbps, worker_gflops=2000.0,
+        hop_us=2.0, task_us=0.3, tile_n=8, page_tokens=64, piece_tokens=256, value_edges=True, cluster=cluster,
+        source="vendor documents; sm_90a measured on an H200",
+    )  # fmt: skip
+
+
+def _hip(name: str, units: int, lds_kb: int, gbps: float) -> Target:
+    return Target(
+        name=name, backend="hip", workers=units, shared_bytes=lds_kb * 1024, stream_gbps=gbps, worker_gflops=2000.0,
+        hop_us=3.0, task_us=0.5, tile_n=16, page_tokens=64, piece_tokens=256, value_edges=False,
+        source="vendor documents; never run on hardware by this project",
+    )  # fmt: skip
+
+
+TARGETS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        _cpu("cpu-avx512", 64),
+        _cpu("cpu-avx2", 32),
+        _cpu("cpu-generic", 16),
+        _cuda("sm_80", 108, 163, 1555.0),
+        _cuda("sm_86", 82, 99, 936.0),
+        _cuda("sm_89", 128, 99, 1008.0),
+        _cuda("sm_90a", 132, 227, 4556.0, cluster=8),
+        _cuda("sm_100a", 148, 227, 8000.0, cluster=8),
+        _cuda("sm_120a", 170, 99, 1792.0),
+        _hip("gfx90a", 104, 64, 1638.0),
+        _hip("gfx942", 304, 64, 5300.0),
+        _hip("gfx950", 256, 160, 8000.0),
+        _hip("gfx1100", 96, 64, 960.0),
+        _hip("gfx1250", 256, 320, 19600.0),
+    )
+}
+
+
+def find_target(name: str) -> Target:
+    """The target of that name. Raises TargetError with the known names."""
+    if name not in TARGETS:
+        raise TargetError(f"unknown target {name!r}; known: {', '.join(TARGETS)}")
+    return TARGETS[name]

@@ -1,0 +1,491 @@
+"""The one declaration of every structure, limit and code that host and device share.
+
+Python declares; `c_header()` writes the C header that the device compilers read, with a `static_assert` on
+every offset; `abi_hash()` names the whole set and is checked when a program is loaded. Nothing here is ever
+typed a second time in C.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Mapping
+
+import numpy as np
+
+from megakernel.errors import RecordError
+
+# ---------------------------------------------------------------------------------------------- limits
+MAX_WAITS = 5  # counters that one record can wait for
+MAX_ROWS = 16  # rows (tokens of any slots) in one step
+MAX_STOPS = 8  # stop tokens of one slot
+MAX_TOP = 20  # log-probabilities reported beside a token
+MAILBOX_ENTRIES = 64
+RING_ENTRIES = 8192
+NONE = 0xFFFFFFFF  # no counter, no offset
+NONE64 = 0xFFFFFFFFFFFFFFFF
+
+LIMITS: dict[str, int] = {
+    "kMaxWaits": MAX_WAITS,
+    "kMaxRows": MAX_ROWS,
+    "kMaxStops": MAX_STOPS,
+    "kMaxTop": MAX_TOP,
+    "kMailboxEntries": MAILBOX_ENTRIES,
+    "kRingEntries": RING_ENTRIES,
+}
+
+_SCALARS: dict[str, tuple[str, str, int]] = {  # name -> (C type, numpy type, bytes)
+    "u8": ("uint8_t", "u1", 1),
+    "u16": ("uint16_t", "<u2", 2),
+    "u32": ("uint32_t", "<u4", 4),
+    "i32": ("int32_t", "<i4", 4),
+    "f32": ("float", "<f4", 4),
+    "u64": ("uint64_t", "<u8", 8),
+    "i64": ("int64_t", "<i8", 8),
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One member: a scalar type name or a `Struct`, repeated `count` times."""
+
+    name: str
+    type: str | Struct
+    count: int = 1
+    doc: str = ""
+
+    @property
+    def alignment(self) -> int:
+        return self.type.alignment if isinstance(self.type, Struct) else self._scalar()[2]
+
+    @property
+    def item_bytes(self) -> int:
+        return self.type.size if isinstance(self.type, Struct) else self._scalar()[2]
+
+    def c_type(self) -> str:
+        return self.type.name if isinstance(self.type, Struct) else self._scalar()[0]
+
+    def numpy_type(self) -> Any:
+        base: Any = self.type.dtype if isinstance(self.type, Struct) else self._scalar()[1]
+        return (base, (self.count,)) if self.count > 1 else base
+
+    def _scalar(self) -> tuple[str, str, int]:
+        assert isinstance(self.type, str)
+        if self.type not in _SCALARS:
+            raise RecordError(f"field {self.name}: unknown type {self.type!r}; known: {', '.join(_SCALARS)}")
+        return _SCALARS[self.type]
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A structure with natural C alignment. `pad_to` fixes its size; smaller contents are padded at the end."""
+
+    name: str
+    fields: tuple[Field, ...]
+    pad_to: int = 0
+    doc: str = ""
+
+    @property
+    def alignment(self) -> int:
+        return max((f.alignment for f in self.fields), default=1)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        out, at = [], 0
+        for f in self.fields:
+            at = -(-at // f.alignment) * f.alignment
+            out.append(at)
+            at += f.item_bytes * f.count
+        return tuple(out)
+
+    @property
+    def size(self) -> int:
+        end = 0
+        for f, o in zip(self.fields, self.offsets):
+            end = o + f.item_bytes * f.count
+        end = max(1, -(-end // self.alignment) * self.alignment)
+        if self.pad_to:
+            if end > self.pad_to:
+                raise RecordError(f"struct {self.name} has {end} bytes; its limit is {self.pad_to}")
+            end = self.pad_to
+        return end
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(
+            {
+                "names": [f.name for f in self.fields],
+                "formats": [f.numpy_type() for f in self.fields],
+                "offsets": list(self.offsets),
+                "itemsize": self.size,
+            }
+        )
+
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """Encode `values` (every missing field is zero). Raises RecordError naming an unknown or unfit field."""
+        row = np.zeros((), self.dtype)
+        known = {f.name: f for f in self.fields}
+        for key, value in values.items():
+            if key not in known:
+                raise RecordError(f"struct {self.name} has no field {key!r}; it has {', '.join(known)}")
+            _check_range(self.name, known[key], value)
+            row[key] = value
+        return row.tobytes()
+
+    def unpack(self, data: bytes) -> dict[str, Any]:
+        if len(data) != self.size:
+            raise RecordError(f"struct {self.name}: expected {self.size} bytes, got {len(data)}")
+        row = np.frombuffer(data, self.dtype)[0]
+        return {f.name: row[f.name] for f in self.fields}
+
+    def c_source(self) -> str:
+        align = f"alignas({min(16, self.pad_to)}) " if self.pad_to and self.pad_to % 16 == 0 else ""
+        lines = [f"// {self.doc}"] if self.doc else []
+        lines.append(f"struct {align}{self.name} {{")
+        used = 0
+        for f, o in zip(self.fields, self.offsets):
+            array = f"[{f.count}]" if f.count > 1 else ""
+            note = f"  // {f.doc}" if f.doc else ""
+            lines.append(f"  {f.c_type()} {f.name}{array};{note}")
+            used = o + f.item_bytes * f.count
+        if self.size > used:
+            lines.append(f"  uint8_t pad_[{self.size - used}];")
+        lines.append("};")
+        lines.append(f'static_assert(sizeof({self.name}) == {self.size}, "{self.name}");')
+        for f, o in zip(self.fields, self.offsets):
+            lines.append(f'static_assert(__builtin_offsetof({self.name}, {f.name}) == {o}, "{self.name}.{f.name}");')
+        return "\n".join(lines)
+
+
+def _check_range(struct: str, field: Field, value: Any) -> None:
+    if isinstance(field.type, Struct) or field.type == "f32":
+        return
+    bits = field.item_bytes * 8
+    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if field.type[0] == "i" else (0, (1 << bits) - 1)
+    flat = np.asarray(value, dtype=object).reshape(-1)
+    if flat.size > field.count:
+        raise RecordError(f"{struct}.{field.name} holds {field.count} values, got {flat.size}")
+    for item in flat:
+        if not low <= int(item) <= high:
+            raise RecordError(f"{struct}.{field.name} = {item} does not fit {field.type} [{low}, {high}]")
+
+
+# ---------------------------------------------------------------------------------------------- codes
+class FaultKind(enum.IntEnum):
+    NONE = 0
+    WAIT_BUDGET = 1  # a wait for a counter ran past its budget
+    ROLL_CALL = 2  # not every worker answered at start
+    NAN_LOGITS = 3  # a logit is not a number
+    BAD_RECORD = 4  # an opcode or index out of range
+    HEADER_BUDGET = 5  # the step header did not come
+    VALUE_BUDGET = 6  # an element that carries its own validity did not come
+    RING_BUDGET = 7  # a stage of the ring inside a worker did not come
+
+
+class Role(enum.IntEnum):
+    WORKER = 0  # all roles in turn on one thread
+    PRODUCER = 1
+    LOADER = 2
+    CONSUMER = 3
+    STORER = 4
+    CONTROL = 5
+
+
+class CommandKind(enum.IntEnum):
+    NONE = 0
+    ADMIT = 1  # put `state` into a free slot; its tokens are already in the token buffer
+    CANCEL = 2  # retire the slot if it still holds `request`
+
+
+class SlotStatus(enum.IntEnum):
+    FREE = 0
+    ACTIVE = 1
+
+
+class EventKind(enum.IntEnum):
+    TOKEN = 1  # one token; may carry a finish reason
+    RETIRED = 2  # the slot was cancelled; no token
+
+
+class Finish(enum.IntEnum):
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+class ExitReason(enum.IntEnum):
+    RUNNING = 0
+    STEPS = 1  # the launch's step limit
+    IDLE = 2  # no active slot
+    FAULT = 3
+
+
+ENUMS: tuple[type[enum.IntEnum], ...] = (FaultKind, Role, CommandKind, SlotStatus, EventKind, Finish, ExitReason)
+
+# ---------------------------------------------------------------------------------------------- structures
+WAIT = Struct(
+    "Wait",
+    (
+        Field("counter", "u32"),
+        Field("count", "u32", doc="signals a step; the value waited for is count * step"),
+    ),
+    doc="Wait until counters[counter] >= count * step.",
+)
+
+RECORD_PAYLOAD = 64
+RECORD = Struct(
+    "Record",
+    (
+        Field("opcode", "u16", doc="index into the program's list of task variants"),
+        Field("wait_count", "u16"),
+        Field("node", "u32", doc="index of the lowered node, for faults and the timeline"),
+        Field("tile_begin", "u32", doc="first tile of this record"),
+        Field("tile_count", "u32"),
+        Field("signal", "u32", doc="counter that gets +1 when all tiles are published; kNone for none"),
+        Field("waits", WAIT, MAX_WAITS),
+        Field("payload", "u8", RECORD_PAYLOAD, doc="the task's own fields"),
+    ),
+    pad_to=128,
+    doc="One entry of a worker's queue: a contiguous range of tiles of one node.",
+)
+
+ROW = Struct(
+    "Row",
+    (
+        Field("token", "i32"),
+        Field("slot", "u32"),
+        Field("position", "u32"),
+        Field("sample", "u32", doc="index among the sampled rows, kNone when no token is wanted of this row"),
+        Field("first", "u32", doc="first position of this row's slot in this step: older keys are in pages"),
+    ),
+    doc="One token that this step computes.",
+)
+
+STEP = Struct(
+    "StepHeader",
+    (
+        Field("step", "u64", doc="1, 2, ...; the factor of every wait"),
+        Field("rows", "u32"),
+        Field("sampled", "u32", doc="rows whose logits are wanted"),
+        Field("exit", "u32", doc="ExitReason; not RUNNING means leave the kernel instead of running this step"),
+        Field("sample_row", "u32", MAX_ROWS, doc="row of each sampled row"),
+        Field("row", ROW, MAX_ROWS),
+    ),
+    pad_to=512,
+    doc="What a step computes. Two of them alternate by step parity.",
+)
+
+SAMPLING = Struct(
+    "Sampling",
+    (
+        Field("temperature", "f32", doc="0 is greedy"),
+        Field("top_p", "f32"),
+        Field("min_p", "f32"),
+        Field("repetition_penalty", "f32"),
+        Field("presence_penalty", "f32"),
+        Field("frequency_penalty", "f32"),
+        Field("top_k", "u32", doc="0 is off"),
+        Field("top_logprobs", "u32", doc="how many alternatives to report, 0 to kMaxTop"),
+        Field("logprobs", "u32", doc="1 when the token's own log-probability is wanted"),
+        Field("seed_low", "u32"),
+        Field("seed_high", "u32"),
+    ),
+    doc="How one slot samples.",
+)
+
+SLOT = Struct(
+    "SlotState",
+    (
+        Field("status", "u32"),
+        Field("request", "u32", doc="the engine's number of the request"),
+        Field("position", "u32", doc="next position to compute"),
+        Field("prompt_length", "u32"),
+        Field("limit", "u32", doc="most tokens of prompt and output together"),
+        Field("last_token", "i32", doc="the token at `position` when it is past the prompt"),
+        Field("stop_count", "u32"),
+        Field("stop", "i32", MAX_STOPS),
+        Field("sampling", SAMPLING),
+    ),
+    pad_to=128,
+    doc="One sequence as the kernel sees it.",
+)
+
+COMMAND = Struct(
+    "Command",
+    (
+        Field("kind", "u32"),
+        Field("slot", "u32"),
+        Field("request", "u32"),
+        Field("reserved", "u32"),
+        Field("state", SLOT),
+    ),
+    doc="One mailbox entry, host to kernel.",
+)
+
+MAILBOX = Struct(
+    "Mailbox",
+    (
+        Field("posted", "u64", doc="entries the host has written; release"),
+        Field("pad0", "u64", 15),
+        Field("taken", "u64", doc="entries the kernel has taken"),
+        Field("pad1", "u64", 15),
+        Field("entry", COMMAND, MAILBOX_ENTRIES),
+    ),
+    doc="Host-visible command ring.",
+)
+
+TOKEN_EVENT = Struct(
+    "TokenEvent",
+    (
+        Field("kind", "u32"),
+        Field("slot", "u32"),
+        Field("request", "u32"),
+        Field("token", "i32"),
+        Field("position", "u32"),
+        Field("finish", "u32"),
+        Field("logprob", "f32"),
+        Field("top_count", "u32"),
+        Field("step", "u64"),
+        Field("time_ns", "u64", doc="device clock when it was written"),
+        Field("top_token", "i32", MAX_TOP),
+        Field("top_logprob", "f32", MAX_TOP),
+    ),
+    doc="One token on its way out.",
+)
+
+TOKEN_RING = Struct(
+    "TokenRing",
+    (
+        Field("written", "u64", doc="events the kernel has written; release, system scope"),
+        Field("pad0", "u64", 15),
+        Field("entry", TOKEN_EVENT, RING_ENTRIES),
+    ),
+    doc="Host-visible ring of tokens. A launch's step limit keeps it from overflowing.",
+)
+
+FAULT = Struct(
+    "FaultRecord",
+    (
+        Field("kind", "u32", doc="FaultKind; written last, release"),
+        Field("claimed", "u32", doc="the first worker to fault sets it"),
+        Field("worker", "u32"),
+        Field("role", "u32"),
+        Field("record", "u32", doc="index in the worker's queue"),
+        Field("opcode", "u32"),
+        Field("node", "u32"),
+        Field("tile", "u32"),
+        Field("counter", "u32"),
+        Field("pad", "u32"),
+        Field("value", "u64"),
+        Field("target", "u64"),
+        Field("step", "u64"),
+    ),
+    doc="Host-visible; the first fault of a launch.",
+)
+
+LAUNCH = Struct(
+    "LaunchState",
+    (
+        Field("step", "u64", doc="last step begun; carries over between launches"),
+        Field("published", "u64", doc="number of headers published; header of step s is valid when >= s"),
+        Field("abort", "u32", doc="set by the first fault; every wait looks at it"),
+        Field("exit", "u32", doc="ExitReason of the last launch"),
+        Field("arrived", "u32", doc="roll-call"),
+        Field("pad", "u32"),
+        Field("ring_written", "u64"),
+        Field("mailbox_taken", "u64"),
+        Field("steps_run", "u64", doc="steps completed since load"),
+        Field("tokens_out", "u64"),
+    ),
+    pad_to=128,
+    doc="Control words in device memory.",
+)
+
+ARGS = Struct(
+    "KernelArgs",
+    (
+        Field("weights", "u64", doc="address"),
+        Field("workspace", "u64", doc="address"),
+        Field("kv", "u64", doc="address"),
+        Field("queues", "u64", doc="address of Record[workers][queue_length]"),
+        Field("counters", "u64", doc="address of uint64_t[counters * counter_stride]"),
+        Field("headers", "u64", doc="address of StepHeader[2]"),
+        Field("launch", "u64", doc="address of LaunchState"),
+        Field("slots", "u64", doc="address of SlotState[max_slots]"),
+        Field("page_table", "u64", doc="address of uint32_t[max_slots][pages_per_slot]"),
+        Field("tokens", "u64", doc="address of int32_t[max_slots][max_context], host-visible"),
+        Field("seen", "u64", doc="address of uint16_t[max_slots][vocab]: bit 15 in the prompt, low bits count output"),
+        Field("mailbox", "u64", doc="address of Mailbox, host-visible"),
+        Field("ring", "u64", doc="address of TokenRing, host-visible"),
+        Field("fault", "u64", doc="address of FaultRecord, host-visible"),
+        Field("trace", "u64", doc="address of the timeline buffers, 0 when off"),
+        Field("kv_layer_stride", "u64", doc="bytes between layers of the KV pool"),
+        Field("step_limit", "u64", doc="leave when this many steps were begun since load"),
+        Field("spin_budget_ns", "u64"),
+        Field("workers", "u32"),
+        Field("queue_length", "u32", doc="records of each worker's queue, padded with opcode kEnd"),
+        Field("counter_count", "u32"),
+        Field("max_slots", "u32"),
+        Field("max_context", "u32"),
+        Field("pages_per_slot", "u32"),
+        Field("max_rows", "u32", doc="rows that a step may carry, at most kMaxRows"),
+        Field("vocab", "u32"),
+        Field("chaos_seed", "u32", doc="seed of random delays; used only by a build with chaos on"),
+        Field("drop_signal", "u32", doc="counter whose next signal is lost; used only by a build with chaos on"),
+    ),
+    pad_to=256,
+    doc="Everything the kernel is given. Addresses are the device's.",
+)
+
+STRUCTS: tuple[Struct, ...] = (
+    WAIT, RECORD, ROW, STEP, SAMPLING, SLOT, COMMAND, MAILBOX, TOKEN_EVENT, TOKEN_RING, FAULT, LAUNCH, ARGS,
+)  # fmt: skip
+
+OPCODE_END = 0xFFFF  # pads a queue
+
+
+def c_header(task_fields: tuple[Struct, ...]) -> str:
+    """The whole shared header as C++ text, namespace `megakernel::abi`. `task_fields`: the payload of each task."""
+    parts = [
+        "// Generated from megakernel/tasks/record.py. Do not edit.",
+        "#pragma once",
+        "#ifndef MEGAKERNEL_NO_STDINT",
+        "#include <stdint.h>",
+        "#endif",
+        "namespace megakernel::abi {",
+        f"constexpr uint64_t kAbiHash = 0x{abi_hash(task_fields):016x}ull;",
+        f"constexpr uint32_t kNone = 0x{NONE:x}u;",
+        f"constexpr uint64_t kNone64 = 0x{NONE64:x}ull;",
+        f"constexpr uint16_t kEnd = 0x{OPCODE_END:x};",
+        *(f"constexpr uint32_t {name} = {value};" for name, value in LIMITS.items()),
+    ]
+    for e in ENUMS:
+        body = ", ".join(f"k{_camel(m.name)} = {int(m)}" for m in e)
+        parts.append(f"enum class {e.__name__} : uint32_t {{ {body} }};")
+    parts += [s.c_source() for s in STRUCTS]
+    for s in task_fields:
+        if s.size > RECORD_PAYLOAD:
+            raise RecordError(f"fields {s.name} take {s.size} bytes; a record has {RECORD_PAYLOAD}")
+        parts.append(s.c_source())
+    parts.append("}  // namespace megakernel::abi")
+    return "\n".join(parts) + "\n"
+
+
+def abi_hash(task_fields: tuple[Struct, ...]) -> int:
+    """64 bits over every declaration; equal on both sides or the program is refused."""
+    return _abi_hash(task_fields)
+
+
+@lru_cache(maxsize=32)
+def _abi_hash(task_fields: tuple[Struct, ...]) -> int:
+    text = [repr(sorted(LIMITS.items())), repr(OPCODE_END)]
+    text += [repr([(m.name, int(m)) for m in e]) for e in ENUMS]
+    text += [s.c_source() for s in (*STRUCTS, *task_fields)]
+    return int.from_bytes(hashlib.sha256("\n".join(text).encode()).digest()[:8], "little")
+
+
+def _camel(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))

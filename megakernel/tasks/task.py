@@ -1,0 +1,170 @@
+"""What a task is, on the Python side: its fields, the regions it reads and writes, its cost, its cases.
+
+A task is one kind of tile computation. `tasks/x.py` declares it and `tasks/x.cuh` computes it; both halves are
+found by scanning this folder and a missing half is an error. A lowered node (`TaskNode`) is a task over `tiles`
+tiles; a record in a queue is a contiguous range of those tiles.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Callable, ClassVar, Mapping
+
+from megakernel.errors import LoweringError
+from megakernel.tasks.record import Struct
+
+TASKS_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, order=True)
+class Region:
+    """Half-open interval `[start, stop)` of a tensor's columns, for all rows of the step."""
+
+    tensor: str
+    start: int
+    stop: int
+
+    def overlaps(self, other: Region) -> bool:
+        return self.tensor == other.tensor and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of some tiles at one row: bytes streamed from weights or KV, other bytes, floating-point operations."""
+
+    stream_bytes: float = 0.0
+    other_bytes: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.stream_bytes + other.stream_bytes, self.other_bytes + other.other_bytes, self.flops + other.flops
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Compile-time choices and tunables of a task: becomes one named template argument. Fields: int, bool, float, Enum."""
+
+    def cpp(self) -> str:
+        """C++ designated initialiser, e.g. `{.tile_n = 32, .epilogue = Epilogue::kResidual}`."""
+        parts = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, enum.Enum):
+                words = "".join(w.capitalize() for w in value.name.split("_"))
+                text = f"{type(value).__name__}::k{words}"
+            elif isinstance(value, bool):
+                text = "true" if value else "false"
+            elif isinstance(value, int):
+                text = str(value)
+            elif isinstance(value, float):
+                text = f"{value!r}f"
+            else:
+                raise LoweringError(f"variant field {f.name} has type {type(value).__name__}")
+            parts.append(f".{f.name} = {text}")
+        return "{" + ", ".join(parts) + "}"
+
+
+class DType(enum.Enum):
+    """Element types of weights, KV pages and activations."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+    F16 = "f16"
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self is DType.F32 else 2
+
+
+@dataclass(frozen=True)
+class TaskNode:
+    """A node after lowering.
+
+    `tensors`: role -> workspace tensor name ("input", "output", "residual", ...).
+    `weights`: role -> name of a packed weight ("weight", "gamma", "bias", ...).
+    `sizes`: integers that regions, cost and fields are computed from ("n", "k", "tile_n", ...).
+    `scalars`: floats for the record ("eps", "scale", ...).
+    """
+
+    name: str
+    task: type[Task]
+    variant: Variant
+    tiles: int
+    tensors: Mapping[str, str]
+    weights: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    layer: int = -1
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the memory plan put things: byte offsets into the weights segment and into the workspace."""
+
+    weight: Callable[[str], int]
+    tensor: Callable[[str], int]
+
+
+class Task(ABC):
+    """Base of every task. Subclasses are never instantiated; they are namespaces of pure functions."""
+
+    name: ClassVar[str]  # file stem of both halves
+    body: ClassVar[str]  # C++ template in namespace megakernel::tasks, parameter: the variant
+    config: ClassVar[str]  # C++ type of the variant
+    fields: ClassVar[Struct]  # the record's payload
+
+    @staticmethod
+    @abstractmethod
+    def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        """Regions of workspace tensors that tiles `[first, first + count)` read. Weights and KV pages not included."""
+
+    @staticmethod
+    @abstractmethod
+    def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        """Regions those tiles write. Two tiles never write the same column of a tensor."""
+
+    @staticmethod
+    @abstractmethod
+    def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
+        """Work of those tiles for one row with `context` tokens in the cache."""
+
+    @staticmethod
+    @abstractmethod
+    def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
+        """Values of `fields`."""
+
+
+@lru_cache(maxsize=1)
+def all_tasks() -> dict[str, type[Task]]:
+    """Every task of this folder by name. Raises LoweringError for a half that has no other half."""
+    found: dict[str, type[Task]] = {}
+    for info in pkgutil.iter_modules([str(TASKS_FOLDER)]):
+        if info.name in ("record", "task"):
+            continue
+        module = importlib.import_module(f"megakernel.tasks.{info.name}")
+        own = [
+            v for v in vars(module).values()
+            if isinstance(v, type) and issubclass(v, Task) and v is not Task and v.__module__ == module.__name__
+        ]  # fmt: skip
+        for task in own:
+            found[task.name] = task
+        if own and not (TASKS_FOLDER / f"{info.name}.cuh").exists():
+            raise LoweringError(f"tasks/{info.name}.py has no device half tasks/{info.name}.cuh")
+    stems = {Path(importlib.import_module(t.__module__).__file__ or "").stem for t in found.values()}
+    for half in TASKS_FOLDER.glob("*.cuh"):
+        if half.stem != "task" and half.stem not in stems:
+            raise LoweringError(f"tasks/{half.stem}.cuh has no Python half tasks/{half.stem}.py")
+    return dict(sorted(found.items()))
+
+
+def all_fields() -> tuple[Struct, ...]:
+    """The payload structures of all tasks, in name order: part of the ABI."""
+    return tuple(t.fields for t in all_tasks().values())
