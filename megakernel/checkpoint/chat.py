@@ -26,7 +26,7 @@ class TemplateRefusal(jinja2.TemplateError):
 class GenerationTag(jinja2.ext.Extension):
     """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here it only renders."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (as its base class declares it)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -84,7 +84,7 @@ def hugging_face_name(arch: str, name: str, blocks: int) -> str:
 
 
 def _from_package(arch: str, stem: str, kind: str, blocks: int) -> str | None:
-    """The only candidate under `model.` in the gguf package's table, if there is exactly one."""
+    """The name in the gguf package's table: Llama's own when it is a candidate, else the only one under `model.`."""
     try:
         gguf: Any = importlib.import_module("gguf")
     except ModuleNotFoundError:
@@ -94,6 +94,10 @@ def _from_package(arch: str, stem: str, kind: str, blocks: int) -> str | None:
         return None
     table = gguf.get_tensor_name_map(numbers[arch], blocks).mapping
     found = [key for key, (_, name) in table.items() if name == stem and key.startswith("model.layers.")]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    usual = f"model.layers.{match[1]}.{_LLAMA.get(match[2])}" if match else None
+    if usual in found:
+        return f"{usual}.{kind}"
     return f"{found[0]}.{kind}" if len(found) == 1 else None
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
 
 from megakernel.checkpoint.chat import ChatTemplate
 from megakernel.checkpoint.checkpoint import BENIGN_SUFFIXES, Checkpoint
@@ -41,7 +46,8 @@ def open_folder(folder: Path) -> Checkpoint:
         )
     settings = _optional(folder / "tokenizer_config.json")
     named = _named_tokens(folder, settings)
-    eos = _eos_id(folder, settings, named)
+    raw = cache(lambda: load_raw_tokenizer(folder / "tokenizer.json"))
+    eos = _eos_id(folder, settings, named, raw)
     generation = generation_defaults(folder, _optional(folder / "generation_config.json"), config, eos)
     files: list[MappedFile] = []
     try:
@@ -52,16 +58,18 @@ def open_folder(folder: Path) -> Checkpoint:
         raise
 
     def load() -> Tokenizer | None:
-        return load_tokenizer(folder, generation.eos_token_ids)
+        return load_tokenizer(folder, generation.eos_token_ids, raw)
 
     return Checkpoint(folder, config, generation, tensors, tuple(files), load)
 
 
-def load_tokenizer(folder: Path, eos_ids: tuple[int, ...] = ()) -> Tokenizer | None:
-    """The folder's tokenizer; None when there are no tokenizer files at all.
+def load_tokenizer(
+    folder: Path, eos_ids: tuple[int, ...] = (), load_raw: Callable[[], RawTokenizer] | None = None
+) -> Tokenizer | None:
+    """The folder's tokenizer; None when there are no tokenizer files at all. `load_raw` gives tokenizer.json parsed.
 
-    tokenizer.json says how text is cut; tokenizer_config.json adds tokens and may switch the begin and end tokens
-    (`add_bos_token`, `add_eos_token`) on or off.
+    tokenizer.json says how text is cut and, as in transformers 5, which tokens go around it, whatever
+    tokenizer_config.json's `add_bos_token` says; that file adds tokens and names them.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -76,11 +84,10 @@ def load_tokenizer(folder: Path, eos_ids: tuple[int, ...] = ()) -> Tokenizer | N
             )
         return None
     settings = _optional(folder / "tokenizer_config.json")
-    raw = load_raw_tokenizer(path)
+    raw = load_raw() if load_raw else load_raw_tokenizer(path)
     named = _named_tokens(folder, settings)
-    added = settings.get("added_tokens_decoder") or {}
-    plain = [entry["content"] for _, entry in sorted(added.items(), key=lambda item: int(item[0]))]
-    raw.add_tokens([text for text in plain if raw.token_to_id(text) is None])
+    added = sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    raw.add_tokens([_added(entry) for _, entry in added if raw.token_to_id(entry["content"]) is None])
     raw.add_special_tokens([text for text in named.values() if raw.token_to_id(text) is not None])
     templates = _templates(folder, settings)
     bos = raw.token_to_id(named["bos_token"]) if "bos_token" in named else None
@@ -88,9 +95,6 @@ def load_tokenizer(folder: Path, eos_ids: tuple[int, ...] = ()) -> Tokenizer | N
         raw,
         bos_id=bos,
         eos_ids=eos_ids,
-        add_bos=settings.get("add_bos_token"),
-        add_eos=settings.get("add_eos_token"),
-        eos_id=raw.token_to_id(named["eos_token"]) if "eos_token" in named else None,
         chat=ChatTemplate(templates, named, folder) if templates else None,
     )
 
@@ -149,6 +153,11 @@ def _optional(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
+def _added(entry: dict[str, Any]) -> AddedToken:
+    flags = {key: bool(entry[key]) for key in ("lstrip", "rstrip", "normalized", "single_word") if key in entry}
+    return AddedToken(entry["content"], special=bool(entry.get("special", False)), **flags)
+
+
 def _text(token: Any) -> str | None:
     """A token of tokenizer_config.json: a string, or an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
@@ -162,7 +171,9 @@ def _named_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     return {key: text for key, text in found.items() if text}
 
 
-def _eos_id(folder: Path, settings: dict[str, Any], named: dict[str, str]) -> int | None:
+def _eos_id(
+    folder: Path, settings: dict[str, Any], named: dict[str, str], load_raw: Callable[[], RawTokenizer]
+) -> int | None:
     """The id of the tokenizer's end token, from the small files when they say it."""
     given = token_ids(settings.get("eos_token_id"), "eos_token_id", folder / "tokenizer_config.json")
     if given:
@@ -171,10 +182,10 @@ def _eos_id(folder: Path, settings: dict[str, Any], named: dict[str, str]) -> in
     for key, entry in (settings.get("added_tokens_decoder") or {}).items():
         if text is not None and _text(entry) == text:
             return int(key)
-    path = folder / "tokenizer.json"
-    if text is None or not path.is_file():
+    if text is None or not (folder / "tokenizer.json").is_file():
         return None
-    return load_raw_tokenizer(path).token_to_id(text)
+    number: int | None = load_raw().token_to_id(text)
+    return number
 
 
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:

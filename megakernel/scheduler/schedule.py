@@ -28,12 +28,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each worker its ordered queue; `counters` is how many counters there are."""
+    """For each worker its ordered queue; `counters` is how many counters there are.
+
+    Entries of a node in `ticketed` are in `shared`; a queue holds an entry of no tiles in their place (see ticket.py).
+    The last `len(ticketed)` counters, in node order, hand out their tickets.
+    """
 
     nodes: tuple[TaskNode, ...]
     queues: tuple[tuple[Entry, ...], ...]
     counters: int
     policy: str
+    ticketed: frozenset[int] = frozenset()
+    shared: tuple[Entry, ...] = ()
 
     @property
     def workers(self) -> int:

@@ -252,6 +252,17 @@ RECORD = Struct(
     doc="One entry of a worker's queue: a contiguous range of tiles of one node.",
 )
 
+TICKET = Struct(
+    "Ticket",
+    (
+        Field("counter", "u32", doc="counter that hands out tickets; never waited for"),
+        Field("first", "u32", doc="first shared record, an index into the whole queues array"),
+        Field("count", "u32", doc="shared records of the node"),
+        Field("pops", "u32", doc="tickets taken in one step: count + 1 failing one of each worker"),
+    ),
+    doc="Payload of a record with opcode kTicket: take shared records until there are none left.",
+)
+
 ROW = Struct(
     "Row",
     (
@@ -441,10 +452,11 @@ ARGS = Struct(
 )
 
 STRUCTS: tuple[Struct, ...] = (
-    WAIT, RECORD, ROW, STEP, SAMPLING, SLOT, COMMAND, MAILBOX, TOKEN_EVENT, TOKEN_RING, FAULT, LAUNCH, ARGS,
+    WAIT, RECORD, TICKET, ROW, STEP, SAMPLING, SLOT, COMMAND, MAILBOX, TOKEN_EVENT, TOKEN_RING, FAULT, LAUNCH, ARGS,
 )  # fmt: skip
 
 OPCODE_END = 0xFFFF  # pads a queue
+OPCODE_TICKET = 0xFFFE  # take records from the shared list; the payload is a Ticket
 
 
 def c_header(task_fields: tuple[Struct, ...]) -> str:
@@ -460,6 +472,7 @@ def c_header(task_fields: tuple[Struct, ...]) -> str:
         f"constexpr uint32_t kNone = 0x{NONE:x}u;",
         f"constexpr uint64_t kNone64 = 0x{NONE64:x}ull;",
         f"constexpr uint16_t kEnd = 0x{OPCODE_END:x};",
+        f"constexpr uint16_t kTicket = 0x{OPCODE_TICKET:x};",
         *(f"constexpr uint32_t {name} = {value};" for name, value in LIMITS.items()),
     ]
     for e in ENUMS:
@@ -481,7 +494,7 @@ def abi_hash(task_fields: tuple[Struct, ...]) -> int:
 
 @lru_cache(maxsize=32)
 def _abi_hash(task_fields: tuple[Struct, ...]) -> int:
-    text = [repr(sorted(LIMITS.items())), repr(OPCODE_END)]
+    text = [repr(sorted(LIMITS.items())), repr((OPCODE_END, OPCODE_TICKET))]
     text += [repr([(m.name, int(m)) for m in e]) for e in ENUMS]
     text += [s.c_source() for s in (*STRUCTS, *task_fields)]
     return int.from_bytes(hashlib.sha256("\n".join(text).encode()).digest()[:8], "little")

@@ -185,9 +185,8 @@ def test_other_families(tmp_path: Path) -> None:
     write_llama(tmp_path / "m.gguf", arch="starcoder2")
     with open_checkpoint(tmp_path / "m.gguf") as checkpoint:
         assert checkpoint.config["architectures"] == ["starcoder2"]
-        assert "model.layers.0.mlp.c_proj.weight" not in checkpoint.names() or checkpoint.shape(
-            "model.layers.0.mlp.c_proj.weight"
-        )
+        assert "model.layers.0.self_attn.q_proj.weight" in checkpoint.names()  # from the gguf package's table
+        assert "blk.0.ffn_gate.weight" in checkpoint.names()  # starcoder2 has no gate: kept, for an error to show
 
 
 def test_generation_defaults(tmp_path: Path) -> None:
@@ -210,7 +209,7 @@ def test_truncated_anywhere(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for keep in [*range(0, 1200, 13), len(whole) // 2, len(whole) - 32]:
         path.write_bytes(whole[:keep])
-        with pytest.raises(CheckpointError, match="truncated|empty"):
+        with pytest.raises(CheckpointError, match=r"truncated|empty"):
             open_checkpoint(path)
 
 

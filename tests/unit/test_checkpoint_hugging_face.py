@@ -85,7 +85,7 @@ def test_rows(tmp_path: Path) -> None:
             np.testing.assert_array_equal(checkpoint.read("model.embed_tokens.weight", rows=rows), saved[rows])
         np.testing.assert_array_equal(checkpoint.read("model.norm.weight", rows=slice(2, 9)), np.ones(7))
         for bad in (slice(0, 49), slice(-1, 3), slice(0, 8, 2), slice(9, 8)):
-            with pytest.raises(CheckpointError, match="rows of model.embed_tokens.weight"):
+            with pytest.raises(CheckpointError, match=r"rows of model\.embed_tokens\.weight"):
                 checkpoint.read("model.embed_tokens.weight", rows=bad)
 
 
@@ -274,7 +274,7 @@ def test_truncated_safetensors(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for keep in range(0, len(whole), 7):
         path.write_bytes(whole[:keep])
-        with pytest.raises(CheckpointError, match="truncated|empty"):
+        with pytest.raises(CheckpointError, match=r"truncated|empty"):
             open_checkpoint(folder)
     path.write_bytes(whole[: len(whole) - 1])
     with pytest.raises(CheckpointError, match=r"tensor a\.weight ends beyond it"):

@@ -1,0 +1,200 @@
+"""Who must come before whom, from the regions that entries read and write and from memory that tensors share.
+
+Nodes run as if one after another in the order of the list; entries of one node run side by side. Hence an entry
+comes after the last writers of what it reads, and after everything that touched what it overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megakernel.errors import ScheduleError
+from megakernel.tasks.task import Region, TaskNode
+
+Needs = dict[int, int]  # producer node -> set of its entries, as bits in the order they were given
+Memory = Mapping[str, tuple[int, int]]  # tensor -> (byte offset, bytes)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles `[first, first + count)` of a node, before anyone decides where they run."""
+
+    node: int
+    first: int
+    count: int
+
+
+@dataclass
+class _Segment:
+    """Columns of one tensor with one history: who wrote them last, who read them since."""
+
+    start: int
+    stop: int
+    writers: Needs = field(default_factory=dict)
+    readers: Needs = field(default_factory=dict)
+
+    def split(self, at: int) -> _Segment:
+        right = _Segment(at, self.stop, dict(self.writers), dict(self.readers))
+        self.stop = at
+        return right
+
+
+def requirements(nodes: Sequence[TaskNode], tiles: Sequence[Tiles], memory: Memory | None = None) -> list[Needs]:
+    """For each element of `tiles` the entries it must follow. Bit i of node p is the i-th element of p in `tiles`.
+
+    Two tensors whose bytes overlap in `memory` conflict as a whole. Raises ScheduleError when entries of one node
+    conflict with each other.
+    """
+    by_node: list[list[int]] = [[] for _ in nodes]
+    for index, t in enumerate(tiles):
+        by_node[t.node].append(index)
+    history = _History(memory or {})
+    needs: list[Needs] = [{} for _ in tiles]
+    for node_index, members in enumerate(by_node):
+        node = nodes[node_index]
+        reads = [node.task.reads(node, tiles[i].first, tiles[i].count) if tiles[i].count else () for i in members]
+        writes = [node.task.writes(node, tiles[i].first, tiles[i].count) if tiles[i].count else () for i in members]
+        for index, need in zip(members, history.run(node_index, node.name, reads, writes)):
+            needs[index] = need
+    return needs
+
+
+def node_edges(nodes: Sequence[TaskNode], memory: Memory | None = None) -> list[set[int]]:
+    """For each node the nodes it must follow."""
+    whole = [Tiles(i, 0, n.tiles) for i, n in enumerate(nodes)]
+    return [set(need) for need in requirements(nodes, whole, memory)]
+
+
+def bits(mask: int) -> list[int]:
+    """Positions of the set bits, ascending."""
+    out = []
+    while mask:
+        low = mask & -mask
+        out.append(low.bit_length() - 1)
+        mask ^= low
+    return out
+
+
+class _History:
+    """State of every tensor while the nodes are walked in order."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.segments: dict[str, list[_Segment]] = {}
+
+    def run(
+        self, node: int, name: str, reads: Sequence[Sequence[Region]], writes: Sequence[Sequence[Region]]
+    ) -> list[Needs]:
+        """What each entry of `node` must follow; then records that they ran."""
+        needs: list[Needs] = [{} for _ in reads]
+        self._read(node, reads, needs)
+        self._check_apart(name, writes)
+        for bit, regions in enumerate(writes):
+            for region in regions:
+                found = self._touched(region)
+                others = found.pop(node, 0) & ~(1 << bit)
+                if others:
+                    raise ScheduleError(
+                        (
+                            f"node {name}: entry {bit} writes {region.tensor}[{region.start}:{region.stop}) while entry "
+                            f"{bits(others)[0]} of the same node reads it; give the output its own tensor",
+                        )
+                    )
+                _merge(needs[bit], found)
+        self._write(node, writes)
+        return needs
+
+    def _read(self, node: int, reads: Sequence[Sequence[Region]], needs: list[Needs]) -> None:
+        readers: dict[Region, int] = {}
+        for bit, regions in enumerate(reads):
+            for region in regions:
+                readers[region] = readers.get(region, 0) | 1 << bit
+        for region, mask in readers.items():
+            found: Needs = {}
+            for segment in self._cut(region):
+                _merge(found, segment.writers)
+                segment.readers[node] = segment.readers.get(node, 0) | mask
+            for bit in bits(mask):
+                _merge(needs[bit], found)
+
+    def _write(self, node: int, writes: Sequence[Sequence[Region]]) -> None:
+        for tensor in {r.tensor for regions in writes for r in regions}:
+            for other in self._sharing(tensor):
+                if self._inside(other, tensor):  # every later user of those bytes also follows this write
+                    self.segments[other] = []
+        for bit, regions in enumerate(writes):
+            for region in regions:
+                for segment in self._cut(region):
+                    segment.writers = {node: 1 << bit}
+                    segment.readers = {}
+
+    def _check_apart(self, name: str, writes: Sequence[Sequence[Region]]) -> None:
+        flat = sorted((r, bit) for bit, regions in enumerate(writes) for r in regions if r.stop > r.start)
+        for (left, a), (right, b) in zip(flat, flat[1:]):
+            if a != b and left.overlaps(right):
+                raise ScheduleError(
+                    (
+                        f"node {name}: entries {a} and {b} both write {right.tensor} at column {right.start}; "
+                        "tiles of a node must write apart",
+                    )
+                )
+
+    def _touched(self, region: Region) -> Needs:
+        """Everything that used those columns or memory under them."""
+        found: Needs = {}
+        for segment in self._cut(region):
+            _merge(found, segment.writers)
+            _merge(found, segment.readers)
+        for other in self._sharing(region.tensor):
+            for segment in self.segments[other]:
+                _merge(found, segment.writers)
+                _merge(found, segment.readers)
+        return found
+
+    def _sharing(self, tensor: str) -> list[str]:
+        if tensor not in self.memory:
+            return []
+        offset, size = self.memory[tensor]
+        out = []
+        for other in self.segments:
+            if other != tensor and other in self.memory:
+                at, length = self.memory[other]
+                if at < offset + size and offset < at + length:
+                    out.append(other)
+        return out
+
+    def _inside(self, inner: str, outer: str) -> bool:
+        (a, length), (b, size) = self.memory[inner], self.memory[outer]
+        return b <= a and a + length <= b + size
+
+    def _cut(self, region: Region) -> list[_Segment]:
+        """Segments that cover exactly the region, made or split as needed."""
+        if region.stop <= region.start:
+            return []
+        out: list[_Segment] = []
+        rest: list[_Segment] = []
+        at = region.start
+        for segment in self.segments.get(region.tensor, []):
+            if segment.stop <= region.start or segment.start >= region.stop:
+                rest.append(segment)
+                continue
+            if segment.start < region.start:
+                middle = segment.split(region.start)
+                rest.append(segment)
+                segment = middle
+            if segment.stop > region.stop:
+                rest.append(segment.split(region.stop))
+            if segment.start > at:
+                out.append(_Segment(at, segment.start))
+            out.append(segment)
+            at = segment.stop
+        if at < region.stop:
+            out.append(_Segment(at, region.stop))
+        self.segments[region.tensor] = sorted(rest + out, key=lambda s: s.start)
+        return out
+
+
+def _merge(into: Needs, more: Needs) -> None:
+    for node, mask in more.items():
+        into[node] = into.get(node, 0) | mask
