@@ -6,6 +6,7 @@ comes after the last writers of what it reads, and after everything that touched
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -82,12 +83,14 @@ class _History:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.segments: dict[str, list[_Segment]] = {}
+        self.elsewhere: dict[str, Needs] = {}
 
     def run(
         self, node: int, name: str, reads: Sequence[Sequence[Region]], writes: Sequence[Sequence[Region]]
     ) -> list[Needs]:
         """What each entry of `node` must follow; then records that they ran."""
         needs: list[Needs] = [{} for _ in reads]
+        self.elsewhere = {}
         self._read(node, reads, needs)
         self._check_apart(name, writes)
         for bit, regions in enumerate(writes):
@@ -97,8 +100,8 @@ class _History:
                 if others:
                     raise ScheduleError(
                         (
-                            f"node {name}: entry {bit} writes {region.tensor}[{region.start}:{region.stop}) while entry "
-                            f"{bits(others)[0]} of the same node reads it; give the output its own tensor",
+                            f"node {name}: entry {bit} writes {region.tensor}[{region.start}:{region.stop}) while "
+                            f"entry {bits(others)[0]} of the same node reads it; give the output its own tensor",
                         )
                     )
                 _merge(needs[bit], found)
@@ -131,14 +134,17 @@ class _History:
 
     def _check_apart(self, name: str, writes: Sequence[Sequence[Region]]) -> None:
         flat = sorted((r, bit) for bit, regions in enumerate(writes) for r in regions if r.stop > r.start)
-        for (left, a), (right, b) in zip(flat, flat[1:]):
-            if a != b and left.overlaps(right):
+        last: tuple[Region, int] | None = None  # the region that reaches furthest
+        for region, bit in flat:
+            if last and last[1] != bit and last[0].overlaps(region):
                 raise ScheduleError(
                     (
-                        f"node {name}: entries {a} and {b} both write {right.tensor} at column {right.start}; "
-                        "tiles of a node must write apart",
+                        f"node {name}: entries {last[1]} and {bit} both write {region.tensor} at column "
+                        f"{region.start}; tiles of a node must write apart",
                     )
                 )
+            if last is None or last[0].tensor != region.tensor or region.stop > last[0].stop:
+                last = region, bit
 
     def _touched(self, region: Region) -> Needs:
         """Everything that used those columns or memory under them."""
@@ -146,11 +152,19 @@ class _History:
         for segment in self._cut(region):
             _merge(found, segment.writers)
             _merge(found, segment.readers)
-        for other in self._sharing(region.tensor):
-            for segment in self.segments[other]:
-                _merge(found, segment.writers)
-                _merge(found, segment.readers)
+        _merge(found, self._elsewhere(region.tensor))
         return found
+
+    def _elsewhere(self, tensor: str) -> Needs:
+        """Everything that used other tensors in the same memory; kept while one node is walked."""
+        if tensor not in self.elsewhere:
+            found: Needs = {}
+            for other in self._sharing(tensor):
+                for segment in self.segments[other]:
+                    _merge(found, segment.writers)
+                    _merge(found, segment.readers)
+            self.elsewhere[tensor] = found
+        return self.elsewhere[tensor]
 
     def _sharing(self, tensor: str) -> list[str]:
         if tensor not in self.memory:
@@ -172,27 +186,35 @@ class _History:
         """Segments that cover exactly the region, made or split as needed."""
         if region.stop <= region.start:
             return []
+        known = self.segments.setdefault(region.tensor, [])
+        low = bisect_right(known, region.start, key=_stop)
+        high = bisect_left(known, region.stop, lo=low, key=_start)
         out: list[_Segment] = []
-        rest: list[_Segment] = []
+        before: list[_Segment] = []
+        after: list[_Segment] = []
         at = region.start
-        for segment in self.segments.get(region.tensor, []):
-            if segment.stop <= region.start or segment.start >= region.stop:
-                rest.append(segment)
-                continue
+        for segment in known[low:high]:
             if segment.start < region.start:
-                middle = segment.split(region.start)
-                rest.append(segment)
-                segment = middle
+                before = [segment]
+                segment = segment.split(region.start)
             if segment.stop > region.stop:
-                rest.append(segment.split(region.stop))
+                after = [segment.split(region.stop)]
             if segment.start > at:
                 out.append(_Segment(at, segment.start))
             out.append(segment)
             at = segment.stop
         if at < region.stop:
             out.append(_Segment(at, region.stop))
-        self.segments[region.tensor] = sorted(rest + out, key=lambda s: s.start)
+        known[low:high] = before + out + after
         return out
+
+
+def _start(segment: _Segment) -> int:
+    return segment.start
+
+
+def _stop(segment: _Segment) -> int:
+    return segment.stop
 
 
 def _merge(into: Needs, more: Needs) -> None:

@@ -24,6 +24,7 @@ MAX_STOPS = 8  # stop tokens of one slot
 MAX_TOP = 20  # log-probabilities reported beside a token
 MAILBOX_ENTRIES = 64
 RING_ENTRIES = 8192
+COUNTER_STRIDE = 16  # uint64_t between two counters: each has its own 128 bytes
 NONE = 0xFFFFFFFF  # no counter, no offset
 NONE64 = 0xFFFFFFFFFFFFFFFF
 
@@ -34,6 +35,7 @@ LIMITS: dict[str, int] = {
     "kMaxTop": MAX_TOP,
     "kMailboxEntries": MAILBOX_ENTRIES,
     "kRingEntries": RING_ENTRIES,
+    "kCounterStride": COUNTER_STRIDE,
 }
 
 _SCALARS: dict[str, tuple[str, str, int]] = {  # name -> (C type, numpy type, bytes)
@@ -410,9 +412,23 @@ LAUNCH = Struct(
         Field("mailbox_taken", "u64"),
         Field("steps_run", "u64", doc="steps completed since load"),
         Field("tokens_out", "u64"),
+        Field("finished", "u64", doc="workers that ended a step, summed over steps: makes each step a full barrier"),
     ),
     pad_to=128,
     doc="Control words in device memory.",
+)
+
+SAMPLE_RESULT = Struct(
+    "SampleResult",
+    (
+        Field("token", "i32"),
+        Field("logprob", "f32", doc="natural log of the probability before penalties, temperature and filters"),
+        Field("top_count", "u32"),
+        Field("pad", "u32"),
+        Field("top_token", "i32", MAX_TOP),
+        Field("top_logprob", "f32", MAX_TOP),
+    ),
+    doc="What `sample` hands to `advance` for one sampled row, in the workspace.",
 )
 
 ARGS = Struct(
@@ -422,7 +438,7 @@ ARGS = Struct(
         Field("workspace", "u64", doc="address"),
         Field("kv", "u64", doc="address"),
         Field("queues", "u64", doc="address of Record[workers][queue_length]"),
-        Field("counters", "u64", doc="address of uint64_t[counters * counter_stride]"),
+        Field("counters", "u64", doc="address of uint64_t[counter_count * kCounterStride]"),
         Field("headers", "u64", doc="address of StepHeader[2]"),
         Field("launch", "u64", doc="address of LaunchState"),
         Field("slots", "u64", doc="address of SlotState[max_slots]"),
@@ -452,7 +468,8 @@ ARGS = Struct(
 )
 
 STRUCTS: tuple[Struct, ...] = (
-    WAIT, RECORD, TICKET, ROW, STEP, SAMPLING, SLOT, COMMAND, MAILBOX, TOKEN_EVENT, TOKEN_RING, FAULT, LAUNCH, ARGS,
+    WAIT, RECORD, TICKET, ROW, STEP, SAMPLING, SLOT, COMMAND, MAILBOX, TOKEN_EVENT, TOKEN_RING, FAULT, LAUNCH,
+    SAMPLE_RESULT, ARGS,
 )  # fmt: skip
 
 OPCODE_END = 0xFFFF  # pads a queue

@@ -1,0 +1,186 @@
+"""From a model's configuration to a Program: graph, lowering, schedule, verification, kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megakernel.architectures import find_model
+from megakernel.builder.cache import compiled
+from megakernel.builder.kernel import kernel_source, variant_text, variants_of
+from megakernel.builder.lower import Limits, Lowered, lower
+from megakernel.builder.memory import MemoryPlan, plan
+from megakernel.builder.program import FORMAT, Manifest, NodeInfo, Program, WorkspaceTensor
+from megakernel.device.device import Device, KernelSource
+from megakernel.errors import CapacityError, LoweringError
+from megakernel.graph import Graph
+from megakernel.scheduler.assign import find_policies
+from megakernel.scheduler.dependencies import schedule
+from megakernel.scheduler.encode import encode
+from megakernel.scheduler.schedule import Schedule
+from megakernel.scheduler.verify import verify
+from megakernel.target import Target
+from megakernel.tasks.record import MAX_ROWS, abi_hash
+from megakernel.tasks.task import Addresses, DType, all_fields
+
+Progress = Callable[[str], None]  # name of the stage that begins
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything of a program but its compiled kernel: what `megakernel schedule` shows."""
+
+    graph: Graph
+    lowered: Lowered
+    memory: MemoryPlan
+    schedule: Schedule
+    limits: Limits
+    target: Target
+
+
+def build_graph(config: Mapping[str, Any]) -> Graph:
+    """The graph of a checkpoint's configuration. Raises UnknownArchitecture, UnsupportedConfig."""
+    graph: Graph = find_model(config).build(config)
+    return graph
+
+
+def make_plan(
+    config: Mapping[str, Any],
+    target: Target,
+    *,
+    dtype: str = "bf16",
+    kv_dtype: str | None = None,
+    max_slots: int = 8,
+    max_context: int | None = None,
+    max_rows: int = MAX_ROWS,
+    policy: str = "balanced",
+) -> Plan:
+    """Graph, tasks, memory and a verified schedule; needs no compiler and no device."""
+    graph = build_graph(config)
+    limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, max_rows)
+    lowered = lower(graph, target, limits)
+    policies = find_policies()
+    if policy not in policies:
+        raise LoweringError(f"unknown policy {policy!r}; known: {', '.join(policies)}")
+    memory = plan(lowered.nodes, lowered.tensors)
+    context = min(512, limits.max_context)
+    made = schedule(lowered.nodes, policies[policy](lowered.nodes, target, context), policy, alias=memory.at)
+    verify(made, memory.at)
+    return Plan(graph, lowered, memory, made, limits, target)
+
+
+def plan_source(made: Plan, *, chaos: bool = False, trace: bool = False) -> KernelSource:
+    """The kernel source of a plan."""
+    return kernel_source(made.lowered.nodes, made.target, chaos=chaos, trace=trace)
+
+
+def build_program(
+    config: Mapping[str, Any],
+    target: Target,
+    device: Device,
+    *,
+    cache: Path,
+    name: str = "",
+    dtype: str = "bf16",
+    kv_dtype: str | None = None,
+    max_slots: int = 8,
+    max_context: int | None = None,
+    max_rows: int = MAX_ROWS,
+    policy: str = "balanced",
+    chaos: bool = False,
+    trace: bool = False,
+    progress: Progress | None = None,
+) -> Program:
+    """Build a program for `target` with the compiler of `device` (which need not have its hardware here).
+
+    `config`: Hugging Face keys, as in `Checkpoint.config`. `max_context` defaults to 4096 or the model's own limit if
+    that is less. `cache`: folder of compiled kernels. Raises LoweringError, ScheduleError, BuildError, NoCompiler.
+    """
+    say = progress or (lambda _stage: None)
+    say("schedule")
+    made = make_plan(
+        config, target, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context,
+        max_rows=max_rows, policy=policy,
+    )  # fmt: skip
+    source = plan_source(made, chaos=chaos, trace=trace)
+    say("compile")
+    binary = compiled(source, device, cache)
+    opcodes = {text: i for i, text in enumerate(variants_of(made.lowered.nodes))}
+    weights = {w.name: w.offset for w in made.lowered.weights}
+    at = Addresses(weights.__getitem__, lambda t: made.memory.at[t][0])
+    records = encode(made.schedule, lambda n: opcodes[variant_text(n)], at)
+    manifest = _manifest(made, source, name or made.graph.config.architecture, records.shape[1], policy)
+    return Program(manifest, records, binary, source.text)
+
+
+def _limits(
+    graph: Graph, target: Target, dtype: str, kv_dtype: str | None, slots: int, context: int | None, rows: int
+) -> Limits:
+    most = graph.config.max_positions
+    wanted = min(4096, most) if context is None else context
+    if not 1 <= wanted <= most:
+        raise CapacityError(f"max_context {wanted}: the model allows 1 to {most} positions")
+    if not 1 <= rows <= MAX_ROWS:
+        raise CapacityError(f"max_rows {rows}: a step carries 1 to {MAX_ROWS} rows")
+    if slots < 1:
+        raise CapacityError(f"max_slots {slots}: at least 1 is needed")
+    kinds = [d.value for d in DType]
+    for text in (dtype, kv_dtype or dtype):
+        if text not in kinds:
+            raise LoweringError(f"unknown dtype {text!r}; known: {', '.join(kinds)}")
+    return Limits(DType(dtype), DType(kv_dtype or dtype), slots, wanted, rows)
+
+
+def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, policy: str) -> Manifest:
+    low, limits, target = made.lowered, made.limits, made.target
+    tensors = tuple(
+        WorkspaceTensor(t, made.memory.at[t][0], made.memory.at[t][1], size.rows, size.cols, size.dtype)
+        for t, size in low.tensors.items()
+    )
+    nodes = tuple(NodeInfo(n.name, n.task.name, variant_text(n), n.tiles, n.layer) for n in low.nodes)
+    return Manifest(
+        format=FORMAT,
+        abi_hash=abi_hash(all_fields()),
+        name=name,
+        model=asdict(made.graph.config),
+        rope=low.ropes,
+        target=target.name,
+        backend=target.backend,
+        workers=target.workers,
+        dtype=limits.dtype.value,
+        kv_dtype=limits.kv_dtype.value,
+        policy=policy,
+        max_slots=limits.max_slots,
+        max_context=limits.max_context,
+        max_rows=limits.max_rows,
+        max_pieces=low.max_pieces,
+        page_tokens=low.page_tokens,
+        pages_per_slot=-(-limits.max_context // low.page_tokens),
+        piece_tokens=low.piece_tokens,
+        kv_layers=low.kv_layers,
+        kv_heads=low.kv_heads,
+        head_dim=low.head_dim,
+        kv_unit_bytes=2 * low.page_tokens * low.head_dim * limits.kv_dtype.bytes,
+        vocab=made.graph.config.vocab,
+        weights_bytes=low.weights_bytes,
+        stream_bytes=low.stream_bytes,
+        workspace_bytes=made.memory.total,
+        counter_count=made.schedule.counters,
+        queue_length=queue_length,
+        variants=variants_of(low.nodes),
+        nodes=nodes,
+        weights=low.weights,
+        tensors=tensors,
+        source_hash=source_hash(source),
+        chaos=source.chaos,
+        trace=source.trace,
+    )
+
+
+def source_hash(source: KernelSource) -> str:
+    """Short digest of the generated text, for comparing programs."""
+    import hashlib
+
+    return hashlib.sha256(source.text.encode()).hexdigest()[:16]

@@ -1,0 +1,360 @@
+"""A program loaded on a device: its memory, its arguments, its launches and its faults. It knows no requests.
+
+One thread uses a Runtime. While a launch runs, only `post`, `events`, `wait`, `running`, `set_prompt` and `set_pages`
+(of a slot that the kernel does not hold) may be called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.builder.program import Manifest, Program, check_abi
+from megakernel.builder.weights import Progress, Read, pack_weights
+from megakernel.device.device import Buffer, Device, Executable
+from megakernel.errors import CapacityError, DeviceFault, FaultReport, MegakernelError, ProgramError
+from megakernel.target import Target
+from megakernel.tasks.record import (
+    ARGS,
+    COMMAND,
+    COUNTER_STRIDE,
+    FAULT,
+    LAUNCH,
+    MAILBOX,
+    MAILBOX_ENTRIES,
+    NONE,
+    OPCODE_END,
+    OPCODE_TICKET,
+    RING_ENTRIES,
+    SLOT,
+    STEP,
+    TOKEN_EVENT,
+    TOKEN_RING,
+    ExitReason,
+    FaultKind,
+    Role,
+)  # fmt: skip
+
+POISON = 0xFF  # workspace bytes before the first step: NaN in every float format
+MAX_RING_EVENTS_PER_SLOT_STEP = 2  # a token and a cancel
+NUMPY_TYPES: Mapping[str, Any] = {
+    "f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16, "u32": np.uint32, "u8": np.uint8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """How a launch ended. `step`, `steps_run` and `tokens_out` count since load or reset, in the kernel's own words."""
+
+    step: int
+    exit: ExitReason
+    steps_run: int
+    tokens_out: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on the device by use."""
+
+    weights: int
+    kv: int
+    workspace: int
+    control: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.workspace + self.control
+
+
+def memory_of(manifest: Manifest, kv_pages: int) -> MemoryReport:
+    """What a program needs with `kv_pages` pages in each layer; needs no device."""
+    return MemoryReport(
+        weights=manifest.weights_bytes,
+        kv=manifest.kv_layers * kv_pages * manifest.kv_heads * manifest.kv_unit_bytes,
+        workspace=manifest.workspace_bytes,
+        control=sum(size for _, size, _ in _control_buffers(manifest)),
+    )
+
+
+def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
+    """Name in KernelArgs, bytes, whether the host touches it while the kernel runs."""
+    return (
+        ("queues", m.workers * m.queue_length * 128, False),
+        ("counters", max(1, m.counter_count) * COUNTER_STRIDE * 8, False),
+        ("headers", 2 * STEP.size, False),
+        ("launch", LAUNCH.size, False),
+        ("slots", m.max_slots * SLOT.size, False),
+        ("page_table", m.max_slots * m.pages_per_slot * 4, False),
+        ("tokens", m.max_slots * m.max_context * 4, True),
+        ("seen", m.max_slots * m.vocab * 2, False),
+        ("mailbox", MAILBOX.size, True),
+        ("ring", TOKEN_RING.size, True),
+        ("fault", FAULT.size, True),
+    )
+
+
+class Runtime:
+    """Everything is allocated, packed and zeroed when the constructor returns; `close` frees it."""
+
+    def __init__(
+        self,
+        program: Program,
+        device: Device,
+        read: Read,
+        *,
+        kv_pages: int | None = None,
+        spin_budget_ns: int = 10_000_000_000,
+        progress: Progress | None = None,
+    ) -> None:
+        """`read` gives checkpoint tensors; `kv_pages` defaults to every slot's full context.
+
+        Raises CapacityError when memory is short, ProgramError when the device is not the program's, CheckpointError
+        when a weight is bad."""
+        check_abi(program.manifest)
+        self.program = program
+        self.manifest = m = program.manifest
+        self.device = device
+        self.kv_pages = kv_pages if kv_pages is not None else m.max_slots * m.pages_per_slot
+        self.spin_budget_ns = spin_budget_ns
+        self.chaos_seed = 0
+        self.drop_signal = NONE  # counter whose next signal a chaos build loses
+        self._buffers: dict[str, Buffer] = {}
+        self._executable: Executable | None = None
+        self._step = self._seen = self._posted = 0
+        self.target = _target_of(program, device)
+        try:
+            self._allocate()
+            write = self._buffers["weights"]
+            pack_weights(m, self.target, read, lambda at, data: device.upload(write, at, data), progress)
+            device.upload(self._buffers["queues"], 0, np.ascontiguousarray(program.records).view(np.uint8).reshape(-1))
+            self.reset()
+            self._executable = device.load(program.binary, self.target, m.abi_hash)
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------ memory
+    def memory(self) -> MemoryReport:
+        return memory_of(self.manifest, self.kv_pages)
+
+    def _allocate(self) -> None:
+        need = self.memory()
+        plan = [("weights", need.weights, False), ("kv", need.kv, False), ("workspace", need.workspace, False)]
+        for name, size, shared in (*plan, *_control_buffers(self.manifest)):
+            try:
+                self._buffers[name] = self.device.allocate(max(size, 256), host_visible=shared)
+            except CapacityError as e:
+                raise CapacityError(
+                    f"program {self.manifest.name} does not fit device {self.device.name} (at {name}, {size:,} bytes: "
+                    f"{e}); it needs weights {need.weights:,}, KV {need.kv:,}, workspace {need.workspace:,}, control "
+                    f"{need.control:,} bytes; lower max_context or max_slots"
+                ) from e
+
+    def reset(self) -> None:
+        """The state of a fresh load, weights kept: no slot active, counters zero, workspace poisoned, KV zero."""
+        self.device.fill(self._buffers["workspace"], POISON)
+        for name in ("kv", *(n for n, _, _ in _control_buffers(self.manifest) if n != "queues")):
+            self.device.fill(self._buffers[name], 0)
+        self._step = self._seen = self._posted = 0
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """A copy of a workspace tensor, [rows, cols]. Meaningful between launches, until its buffer is reused."""
+        t = self.manifest.tensor(name)
+        kind = np.dtype(NUMPY_TYPES[t.dtype])
+        raw = self.device.download(self._buffers["workspace"], t.offset, t.rows * t.cols * kind.itemsize)
+        return np.frombuffer(raw.tobytes(), kind).reshape(t.rows, t.cols)
+
+    def buffer(self, name: str) -> Buffer:
+        """A buffer by its name in KernelArgs, for tests and tools."""
+        return self._buffers[name]
+
+    # ------------------------------------------------------------------------------------------ launches
+    def max_steps(self, wanted: int) -> int:
+        """At most `wanted`, and so few that one launch cannot overflow the token ring."""
+        return max(1, min(wanted, RING_ENTRIES // (MAX_RING_EVENTS_PER_SLOT_STEP * self.manifest.max_slots)))
+
+    def launch(self, steps: int) -> None:
+        """Start a launch of at most `steps` steps and return at once."""
+        m, at = self.manifest, {name: b.address for name, b in self._buffers.items()}
+        self._exe.launch(
+            ARGS.pack(
+                {
+                    **at,
+                    "kv_layer_stride": self.kv_pages * m.kv_heads * m.kv_unit_bytes,
+                    "step_limit": self._step + self.max_steps(steps),
+                    "spin_budget_ns": self.spin_budget_ns,
+                    "workers": m.workers,
+                    "queue_length": m.queue_length,
+                    "counter_count": m.counter_count,
+                    "max_slots": m.max_slots,
+                    "max_context": m.max_context,
+                    "pages_per_slot": m.pages_per_slot,
+                    "max_rows": m.max_rows,
+                    "vocab": m.vocab,
+                    "chaos_seed": self.chaos_seed,
+                    "drop_signal": self.drop_signal,
+                }
+            )
+        )
+
+    def running(self) -> bool:
+        return self._exe.running()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until there is an event that `events` has not given yet, or the launch ended."""
+        return self._exe.wait_event(self._seen, timeout_s)
+
+    def finish(self, timeout_s: float = 3600.0) -> LaunchReport:
+        """Wait for the end of the launch. Raises DeviceFault when the kernel stopped itself; `reset` before more."""
+        if not self._exe.join(timeout_s):
+            raise MegakernelError(
+                f"the kernel of {self.manifest.name} did not end within {timeout_s:g} s of its bounded launch; "
+                "its own time limits should have ended it; close the process"
+            )
+        raw = self.device.download(self._buffers["launch"], 0, LAUNCH.size).tobytes()
+        state = LAUNCH.unpack(raw)
+        self._step = int(state["step"])
+        fault = self._fault()
+        if fault is not None:
+            raise DeviceFault(fault)
+        reason = ExitReason(int(state["exit"]))
+        return LaunchReport(self._step, reason, int(state["steps_run"]), int(state["tokens_out"]))
+
+    # ------------------------------------------------------------------------------------------ host and kernel
+    def post(self, command: Mapping[str, Any]) -> bool:
+        """Put a Command into the mailbox; False when it is full."""
+        box = self._shared("mailbox", MAILBOX.dtype)
+        if self._posted - int(box["taken"][0]) >= MAILBOX_ENTRIES:
+            return False
+        entry = np.frombuffer(COMMAND.pack(command), COMMAND.dtype)
+        box["entry"][0, self._posted % MAILBOX_ENTRIES] = entry[0]
+        self._posted += 1
+        box["posted"][0] = self._posted  # after the entry: an aligned 8-byte store
+        self._exe.notify()
+        return True
+
+    def pending(self) -> int:
+        """Commands that the kernel has not taken yet."""
+        return self._posted - int(self._shared("mailbox", MAILBOX.dtype)["taken"][0])
+
+    def events(self) -> npt.NDArray[Any]:
+        """Every TokenEvent since the last call, oldest first: a copy, of TOKEN_EVENT.dtype."""
+        ring = self._shared("ring", TOKEN_RING.dtype)
+        written = int(ring["written"][0])
+        if written - self._seen > RING_ENTRIES:
+            raise MegakernelError(
+                f"the token ring overflowed: {written - self._seen} events unread, it holds {RING_ENTRIES}; "
+                "a launch had too many steps"
+            )
+        index = np.arange(self._seen, written) % RING_ENTRIES
+        self._seen = written
+        found: npt.NDArray[Any] = ring["entry"][0][index]
+        return found
+
+    def set_prompt(self, slot: int, ids: Sequence[int]) -> None:
+        """Write a free slot's prompt into the token buffer."""
+        data = np.asarray(ids, np.int32)
+        self.device.upload(self._buffers["tokens"], slot * self.manifest.max_context * 4, data)
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Write a free slot's row of the page table."""
+        row = np.zeros(self.manifest.pages_per_slot, np.uint32)
+        row[: len(pages)] = pages
+        self.device.upload(self._buffers["page_table"], slot * row.nbytes, row)
+
+    def slot_state(self, slot: int) -> dict[str, Any]:
+        """The kernel's own SlotState; between launches."""
+        return SLOT.unpack(self.device.download(self._buffers["slots"], slot * SLOT.size, SLOT.size).tobytes())
+
+    def force_token(self, slot: int, token: int) -> None:
+        """Replace the token that a slot continues with; between launches."""
+        offset = dict(zip((f.name for f in SLOT.fields), SLOT.offsets))["last_token"]
+        self.device.upload(self._buffers["slots"], slot * SLOT.size + offset, np.array([token], np.int32))
+
+    # ------------------------------------------------------------------------------------------ faults
+    def _fault(self) -> FaultReport | None:
+        raw = self._shared("fault", FAULT.dtype)[0]
+        if int(raw["kind"]) == FaultKind.NONE:
+            return None
+        return decode_fault({name: int(raw[name]) for name in FAULT.dtype.names or ()}, self.program)
+
+    def close(self) -> None:
+        """End the workers and free the memory. Idempotent."""
+        if self._executable is not None:
+            self._executable.close()
+            self._executable = None
+        for buffer in self._buffers.values():
+            self.device.free(buffer)
+        self._buffers = {}
+
+    @property
+    def _exe(self) -> Executable:
+        if self._executable is None:
+            raise MegakernelError(f"program {self.manifest.name} is closed")
+        return self._executable
+
+    def _shared(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        host = self._buffers[name].host
+        assert host is not None, f"device {self.device.name} gave no host view of {name}"
+        return host[: dtype.itemsize].view(dtype)
+
+
+def decode_fault(raw: Mapping[str, int], program: Program) -> FaultReport:
+    """A FaultRecord in words: names of task, node, role, and who should have signalled the counter."""
+    m = program.manifest
+    node = m.nodes[raw["node"]] if raw["node"] < len(m.nodes) else None
+    opcode = raw["opcode"]
+    variant = m.variants[opcode] if opcode < len(m.variants) else "none"
+    try:
+        kind, role = FaultKind(raw["kind"]), Role(raw["role"])
+    except ValueError as e:
+        raise ProgramError(f"the kernel left a fault record that cannot be read ({e}): {dict(raw)}") from e
+    return FaultReport(
+        kind=kind.name.lower().replace("_", " "),
+        task=node.task if node else variant,
+        node=node.name if node else "none",
+        tile=raw["tile"],
+        worker=raw["worker"],
+        role=role.name.lower(),
+        counter=raw["counter"],
+        value=raw["value"],
+        target=raw["target"],
+        step=raw["step"],
+        producers=producers_of(program, raw["counter"]),
+        detail=f"record {raw['record']} of its queue, {variant}",
+    )
+
+
+def producers_of(program: Program, counter: int) -> tuple[str, ...]:
+    """Who signals a counter: worker, node and tiles of each record."""
+    if counter == NONE:
+        return ()
+    found = []
+    records = program.records
+    for worker, index in zip(*np.nonzero(records["signal"] == counter)):
+        record = records[worker, index]
+        if int(record["opcode"]) in (OPCODE_END, OPCODE_TICKET):
+            continue
+        first, count = int(record["tile_begin"]), int(record["tile_count"])
+        name = program.manifest.nodes[int(record["node"])].name
+        found.append(f"{name} tiles {first} to {first + count - 1} on worker {int(worker)}")
+    return tuple(found)
+
+
+def _target_of(program: Program, device: Device) -> Target:
+    """The device's target with the program's number of workers. Raises ProgramError when the backend is another."""
+    m = program.manifest
+    if m.backend != device.target.backend:
+        raise ProgramError(
+            f"program {m.name} was built for {m.target} ({m.backend}); device {device.name} is {device.target.name} "
+            f"({device.target.backend}); build it for this device"
+        )
+    return replace(device.target, workers=m.workers)
+
+
+__all__ = ["LaunchReport", "MemoryReport", "Runtime", "TOKEN_EVENT", "decode_fault", "memory_of", "producers_of"]

@@ -1,0 +1,168 @@
+"""Policies: plain functions that place tiles on workers. A public function here that returns a Placement is one.
+
+Every policy gives a worker at most one contiguous range of a node's tiles, and all queues follow one order of nodes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.scheduler.hazards import node_edges
+from megakernel.scheduler.schedule import Placement
+from megakernel.target import Target
+from megakernel.tasks.task import Cost, TaskNode
+
+Policy = Callable[[Sequence[TaskNode], Target, int], Placement]
+
+
+def round_robin(nodes: Sequence[TaskNode], target: Target, context: int) -> Placement:
+    """Near-equal ranges in worker order; the workers that get one tile more rotate from node to node."""
+    build = _Builder(target.workers)
+    turn = 0
+    for index, node in enumerate(nodes):
+        base, more = divmod(node.tiles, target.workers)
+        build.add(index, [base + ((w - turn) % target.workers < more) for w in range(target.workers)])
+        turn = (turn + more) % target.workers
+    return build.placement()
+
+
+def balanced(nodes: Sequence[TaskNode], target: Target, context: int) -> Placement:
+    """Ranges that keep the time accumulated by each worker equal, a node at a time.
+
+    A worker that can stream weights ahead may be given up to a quarter more or less than its even share of a node, to
+    pay back an earlier node. One that cannot would only make the others wait, so there the remainder alone moves.
+    """
+    build = _Builder(target.workers)
+    load = [0.0] * target.workers
+    for index, node in enumerate(nodes):
+        tile = _tile_time(node, target, context)
+        even = node.tiles / target.workers
+        slack = even / 4 if target.shared_bytes else 0.0
+        counts = _fill(load, node.tiles, tile, math.floor(even - slack), math.ceil(even + slack))
+        for worker, count in enumerate(counts):
+            load[worker] += count * tile + (target.task_us if count else 0.0)
+        build.add(index, counts)
+    return build.placement()
+
+
+def critical_path(nodes: Sequence[TaskNode], target: Target, context: int) -> Placement:
+    """List scheduling: the node with the longest way to the end first, each worker filled to the same finish time.
+
+    Nodes with fewer tiles than workers go where their inputs were made, unless those workers are busy for longer than
+    a hop takes.
+    """
+    before = node_edges(nodes)
+    build = _Builder(target.workers)
+    free = [0.0] * target.workers
+    made: list[dict[int, float]] = [{} for _ in nodes]  # node -> worker -> when its part is done
+    for index in _by_priority(nodes, before, target, context):
+        node = nodes[index]
+        tile = _tile_time(node, target, context)
+        start = _starts(free, [made[b] for b in before[index]], target.hop_us)
+        counts = _fill(start, node.tiles, tile, 0, math.ceil(node.tiles / target.workers))
+        for worker, count in enumerate(counts):
+            if count:
+                free[worker] = made[index][worker] = start[worker] + count * tile + target.task_us
+        build.add(index, counts)
+    return build.placement()
+
+
+def find_policies() -> dict[str, Policy]:
+    """Every policy of this file by name."""
+    return {
+        name: value
+        for name, value in sorted(globals().items())
+        if inspect.isfunction(value)
+        and value.__module__ == __name__
+        and not name.startswith("_")
+        and inspect.signature(value).return_annotation == "Placement"
+    }
+
+
+class _Builder:
+    """Collects the ranges of a placement."""
+
+    def __init__(self, workers: int) -> None:
+        self.queues: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]
+
+    def add(self, node: int, counts: Sequence[int]) -> None:
+        first = 0
+        for queue, count in zip(self.queues, counts):
+            if count:
+                queue.append((node, first, count))
+            first += count
+
+    def placement(self) -> Placement:
+        return tuple(tuple(q) for q in self.queues)
+
+
+def _microseconds(cost: Cost, target: Target) -> float:
+    """Time of some work on one worker, without what an entry costs anyway."""
+    stream = cost.stream_bytes / (target.stream_gbps / target.workers) / 1e3
+    return max(stream, cost.flops / target.worker_gflops / 1e3)
+
+
+def _tile_time(node: TaskNode, target: Target, context: int) -> float:
+    """Mean time of a tile; never zero, so that nodes without cost are spread too."""
+    whole = _microseconds(node.task.cost(node, 0, node.tiles, context), target)
+    return max(whole / max(1, node.tiles), 1e-6)
+
+
+def _fill(load: Sequence[float], tiles: int, tile: float, least: int, most: int) -> list[int]:
+    """How many of `tiles` each worker gets so that `load + count * tile` is level, each within `[least, most]`."""
+    have = np.asarray(load, np.float64)
+
+    def share(level: float) -> npt.NDArray[np.int64]:
+        return np.clip(np.floor((level - have) / tile), max(0, least), most).astype(np.int64)
+
+    low, high = float(have.min()), float(have.max()) + (tiles + 1) * tile
+    for _ in range(60):
+        level = (low + high) / 2
+        low, high = (low, level) if share(level).sum() > tiles else (level, high)
+    counts = [int(c) for c in share(low)]
+    while (left := tiles - sum(counts)) > 0:
+        for worker in sorted(range(len(load)), key=lambda w: (load[w] + counts[w] * tile, w)):
+            if left and counts[worker] < most:
+                counts[worker] += 1
+                left -= 1
+    return counts
+
+
+def _by_priority(nodes: Sequence[TaskNode], before: Sequence[set[int]], target: Target, context: int) -> list[int]:
+    """Nodes by the longest path from their start to the end of the step: an order that respects `before`."""
+    path = [0.0] * len(nodes)
+    for index in range(len(nodes) - 1, -1, -1):
+        node = nodes[index]
+        share = math.ceil(node.tiles / target.workers)
+        path[index] += share * _tile_time(node, target, context) + target.task_us + 1e-9
+        for b in before[index]:
+            path[b] = max(path[b], path[index] + target.hop_us)
+    order = sorted(range(len(nodes)), key=lambda i: (-path[i], i))
+    if nodes and nodes[-1].tiles == 1:  # the end of the step
+        order.remove(len(nodes) - 1)
+        order.append(len(nodes) - 1)
+    return order
+
+
+def _starts(free: Sequence[float], inputs: Sequence[dict[int, float]], hop: float) -> list[float]:
+    """When each worker can begin: it is free and has seen all inputs, its own without a hop."""
+    start = list(free)
+    for made in inputs:
+        if not made:
+            continue
+        last = max(made, key=made.__getitem__)
+        others = max((done for worker, done in made.items() if worker != last), default=None)
+        for worker in range(len(start)):
+            seen = made[last] + hop if worker != last else made[last]
+            if worker == last and others is not None:
+                seen = max(seen, others + hop)
+            start[worker] = max(start[worker], seen)
+    return start
+
+
+POLICIES: dict[str, Policy] = find_policies()

@@ -1,0 +1,33 @@
+"""Qwen3: Llama's blocks with a norm on each q and k head, and a sliding window in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megakernel.graph import Graph
+from megakernel.models.blocks import Decoder, decoder_graph, layer_windows, read_model
+from megakernel.models.fields import Fields
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def build(config: Mapping[str, Any]) -> Graph:
+    """The graph of a config. attention_bias puts a bias on q, k, v and o."""
+    fields = Fields(config)
+    model = read_model(fields, max_positions=32768, head_dim=128)
+    assert model.rope is not None
+    bias = fields.flag("attention_bias", False)
+    fields.only("mlp_bias", False)
+    decoder = Decoder(
+        config=model,
+        rope=model.rope,
+        eps=fields.number("rms_norm_eps", 1e-6),
+        activation=fields.activation("hidden_act", "silu"),
+        windows=layer_windows(fields, model.layers, model.max_positions),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+    )
+    fields.finish()
+    return decoder_graph(decoder)
