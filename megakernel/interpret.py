@@ -154,7 +154,7 @@ class Interpreter:
             k, v = (self._torch.cat(pair, 1) for pair in zip(self._cache[node.name], (k, v)))
         self._cache[node.name] = k, v
         query = q.reshape(rows, a["kv_heads"], group, a["head_dim"]).permute(1, 2, 0, 3)
-        out = self._torch.empty_like(query)
+        out: torch.Tensor = self._torch.empty_like(query)
         for begin in range(0, rows, QUERY_BLOCK):
             block = query[:, :, begin : begin + QUERY_BLOCK]
             out[:, :, begin : begin + QUERY_BLOCK] = self._attend(block, k[:, None], v[:, None], begin, a)

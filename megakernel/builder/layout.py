@@ -19,7 +19,7 @@ from megakernel.errors import LoweringError
 from megakernel.target import Target
 from megakernel.tasks.task import DType
 
-Ints = Union[int, tuple["Ints", ...]]
+Ints = Union[int, tuple["Ints", ...]]  # noqa: UP007  (a string cannot stand beside `|` in Python 3.10)
 Array = npt.NDArray[Any]
 
 
@@ -377,9 +377,9 @@ def _bits(array: Array) -> Array:
 
 
 def _padded(packed: PackedLayout, rows: Array, tiles: int) -> Array:
-    if rows.shape == (tiles * packed.tile_n, packed.k_padded):
-        return rows
-    out = np.zeros((tiles * packed.tile_n, packed.k_padded), rows.dtype)
+    """Those rows with the padding. Rows are a cache line longer than they need be: a stride that is a power of two
+    would put a whole column into a few lines of the cache."""
+    out = np.zeros((tiles * packed.tile_n, packed.k_padded + 64 // rows.itemsize), rows.dtype)[:, : packed.k_padded]
     out[: rows.shape[0], : rows.shape[1]] = rows
     return out
 

@@ -7,7 +7,7 @@ comes after the last writers of what it reads, and after everything that touched
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megakernel.errors import ScheduleError
@@ -50,15 +50,25 @@ def requirements(nodes: Sequence[TaskNode], tiles: Sequence[Tiles], memory: Memo
     by_node: list[list[int]] = [[] for _ in nodes]
     for index, t in enumerate(tiles):
         by_node[t.node].append(index)
-    history = _History(memory or {})
+    writes = [_regions(nodes[t.node].task.writes, nodes, t) for t in tiles]
+    columns: dict[str, int] = {}
+    for regions in writes:
+        for r in regions:
+            columns[r.tensor] = max(columns.get(r.tensor, 0), r.stop)
+    history = _History(memory or {}, columns)
     needs: list[Needs] = [{} for _ in tiles]
-    for node_index, members in enumerate(by_node):
-        node = nodes[node_index]
-        reads = [node.task.reads(node, tiles[i].first, tiles[i].count) if tiles[i].count else () for i in members]
-        writes = [node.task.writes(node, tiles[i].first, tiles[i].count) if tiles[i].count else () for i in members]
-        for index, need in zip(members, history.run(node_index, node.name, reads, writes)):
+    for node, members in enumerate(by_node):
+        reads = [_regions(nodes[node].task.reads, nodes, tiles[i]) for i in members]
+        found = history.run(node, nodes[node].name, reads, [writes[i] for i in members])
+        for index, need in zip(members, found):
             needs[index] = need
     return needs
+
+
+def _regions(
+    ask: Callable[[TaskNode, int, int], tuple[Region, ...]], nodes: Sequence[TaskNode], t: Tiles
+) -> tuple[Region, ...]:
+    return ask(nodes[t.node], t.first, t.count) if t.count else ()
 
 
 def node_edges(nodes: Sequence[TaskNode], memory: Memory | None = None) -> list[set[int]]:
@@ -80,19 +90,21 @@ def bits(mask: int) -> list[int]:
 class _History:
     """State of every tensor while the nodes are walked in order."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, columns: Mapping[str, int]) -> None:
         self.memory = memory
+        self.columns = columns  # how wide each tensor is written
         self.segments: dict[str, list[_Segment]] = {}
-        self.elsewhere: dict[str, Needs] = {}
+        self.blocks: list[tuple[int, int, str]] = []  # byte range and the tensor that holds it now
 
     def run(
         self, node: int, name: str, reads: Sequence[Sequence[Region]], writes: Sequence[Sequence[Region]]
     ) -> list[Needs]:
         """What each entry of `node` must follow; then records that they ran."""
         needs: list[Needs] = [{} for _ in reads]
-        self.elsewhere = {}
         self._read(node, reads, needs)
         self._check_apart(name, writes)
+        for tensor in sorted({r.tensor for regions in writes for r in regions}):
+            self._take(tensor)
         for bit, regions in enumerate(writes):
             for region in regions:
                 found = self._touched(region)
@@ -122,10 +134,6 @@ class _History:
                 _merge(needs[bit], found)
 
     def _write(self, node: int, writes: Sequence[Sequence[Region]]) -> None:
-        for tensor in {r.tensor for regions in writes for r in regions}:
-            for other in self._sharing(tensor):
-                if self._inside(other, tensor):  # every later user of those bytes also follows this write
-                    self.segments[other] = []
         for bit, regions in enumerate(writes):
             for region in regions:
                 for segment in self._cut(region):
@@ -147,40 +155,41 @@ class _History:
                 last = region, bit
 
     def _touched(self, region: Region) -> Needs:
-        """Everything that used those columns or memory under them."""
+        """Everything that used those columns since they were last written, and who wrote them."""
         found: Needs = {}
         for segment in self._cut(region):
             _merge(found, segment.writers)
             _merge(found, segment.readers)
-        _merge(found, self._elsewhere(region.tensor))
         return found
 
-    def _elsewhere(self, tensor: str) -> Needs:
-        """Everything that used other tensors in the same memory; kept while one node is walked."""
-        if tensor not in self.elsewhere:
-            found: Needs = {}
-            for other in self._sharing(tensor):
-                for segment in self.segments[other]:
-                    _merge(found, segment.writers)
-                    _merge(found, segment.readers)
-            self.elsewhere[tensor] = found
-        return self.elsewhere[tensor]
-
-    def _sharing(self, tensor: str) -> list[str]:
+    def _take(self, tensor: str) -> None:
+        """Before `tensor` is written: who used its memory for other tensors counts as its reader."""
         if tensor not in self.memory:
-            return []
-        offset, size = self.memory[tensor]
-        out = []
-        for other in self.segments:
-            if other != tensor and other in self.memory:
-                at, length = self.memory[other]
-                if at < offset + size and offset < at + length:
-                    out.append(other)
-        return out
+            return
+        low, high = self.memory[tensor][0], sum(self.memory[tensor])
+        losers: set[str] = set()
+        rest: list[tuple[int, int, str]] = []
+        for start, stop, owner in self.blocks:
+            if stop <= low or start >= high:
+                rest.append((start, stop, owner))
+                continue
+            losers.add(owner)
+            rest += [(start, low, owner)] if start < low else []
+            rest += [(high, stop, owner)] if stop > high else []
+        if losers == {tensor}:
+            return
+        self.blocks = [*rest, (low, high, tensor)]
+        if losers:
+            inherited = self._users(losers | {tensor})
+            self.segments[tensor] = [_Segment(0, self.columns[tensor], {}, inherited)]
 
-    def _inside(self, inner: str, outer: str) -> bool:
-        (a, length), (b, size) = self.memory[inner], self.memory[outer]
-        return b <= a and a + length <= b + size
+    def _users(self, tensors: set[str]) -> Needs:
+        found: Needs = {}
+        for tensor in tensors:
+            for segment in self.segments.get(tensor, []):
+                _merge(found, segment.writers)
+                _merge(found, segment.readers)
+        return found
 
     def _cut(self, region: Region) -> list[_Segment]:
         """Segments that cover exactly the region, made or split as needed."""

@@ -197,7 +197,7 @@ class _Machine:
         at = self.done[column]
         if column >= self.schedule.workers:  # any worker that takes tickets may run it
             takers = [(w, i) for w, i in self._takers(entry.node)]
-            known = np.min([self._before(w, i) for w, i in takers], axis=0)
+            known = np.minimum.reduce([self._before(w, i) for w, i in takers])
         else:
             known = self._before(column, at)
         for w in entry.waits:

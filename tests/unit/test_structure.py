@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megakernel"
 LAYERS: dict[str, int] = {
     "errors": 0, "settings": 0, "target": 0,
     "tasks": 1,
-    "checkpoint": 2, "graph": 2, "interpret": 2, "rope": 2, "models": 2, "architectures": 2,
+    "checkpoint": 2, "graph": 2, "interpret": 2, "operators": 2, "rope": 2, "models": 2, "architectures": 2,
     "scheduler": 2, "device": 2, "devices": 3,
     "builder": 4,
     "runtime": 5, "kv_cache": 5, "sampling": 5, "engine": 6, "llm": 7, "bench": 8, "cli": 9, "serve": 9,

@@ -1,0 +1,241 @@
+"""From fused operators to tasks: sizes, variants, packed weights and workspace tensors for one target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megakernel.builder.fuse import FusedAttention, FusedEmbedding, FusedMatmul, Norm, fuse
+from megakernel.builder.layout import weight_layout
+from megakernel.builder.memory import TensorSize
+from megakernel.builder.program import PackedWeight, WeightPart
+from megakernel.errors import LoweringError
+from megakernel.graph import Graph, RopeSpec, Tensor
+from megakernel.target import Target
+from megakernel.tasks import advance, attention, combine, embedding, matmul, sample
+from megakernel.tasks.record import SAMPLE_RESULT
+from megakernel.tasks.task import DType, TaskNode
+
+UNIT_BYTES = 16 << 10  # of one KV page and head where pages travel through a ring
+ALIGN = 256
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program is built for. `max_context`: tokens of prompt and output of one slot."""
+
+    dtype: DType
+    kv_dtype: DType
+    max_slots: int
+    max_context: int
+    max_rows: int
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Task nodes in order, what they read and write, and the geometry of the KV pool."""
+
+    nodes: tuple[TaskNode, ...]
+    tensors: Mapping[str, TensorSize]
+    weights: tuple[PackedWeight, ...]
+    weights_bytes: int
+    stream_bytes: int
+    ropes: tuple[dict[str, Any], ...]
+    page_tokens: int
+    piece_tokens: int
+    max_pieces: int
+    kv_layers: int
+    kv_heads: int
+    head_dim: int
+
+
+def lower(graph: Graph, target: Target, limits: Limits) -> Lowered:
+    """Raises LoweringError naming a node that no task can run."""
+    return _Lowering(graph, target, limits).run()
+
+
+def page_tokens(target: Target, head_dim: int, kv_dtype: DType) -> int:
+    """Tokens of a page: the target's, or as many as fill one stage of its ring, a power of two from 16 to 64."""
+    if not target.shared_bytes:
+        return target.page_tokens
+    fit = UNIT_BYTES // (2 * head_dim * kv_dtype.bytes)
+    return max(16, min(64, 1 << max(0, fit.bit_length() - 1)))
+
+
+def splits(target: Target, kv_heads: int) -> int:
+    """Tiles of one KV head, so that the tiles of all heads share out evenly over the workers."""
+    even = math.lcm(kv_heads, target.workers) // kv_heads
+    return even if kv_heads * even <= 4 * target.workers else -(-target.workers // kv_heads)
+
+
+@dataclass
+class _Lowering:
+    graph: Graph
+    target: Target
+    limits: Limits
+    nodes: list[TaskNode] = field(default_factory=list)
+    tensors: dict[str, TensorSize] = field(default_factory=dict)
+    weights: list[PackedWeight] = field(default_factory=list)
+    ropes: list[RopeSpec] = field(default_factory=list)
+    at: int = 0
+    kv_layers: int = 0
+    kv: tuple[int, int] | None = None  # heads and head_dim, the same in every layer
+
+    def run(self) -> Lowered:
+        for item in fuse(self.graph):
+            if isinstance(item, FusedEmbedding):
+                self._embedding(item)
+            elif isinstance(item, FusedMatmul):
+                self._matmul(item)
+            else:
+                self._attention(item)
+        self._sampling()
+        kv_heads, head_dim = self.kv or (1, 8)
+        pages = page_tokens(self.target, head_dim, self.limits.kv_dtype)
+        streamed = sum(n.task.cost(n, 0, n.tiles, 0).stream_bytes for n in self.nodes if "weight" in n.weights)
+        return Lowered(
+            tuple(self.nodes), self.tensors, tuple(self.weights), max(self.at, ALIGN), int(streamed),
+            tuple(asdict(r) for r in self.ropes), pages, self._piece(pages), self._pieces(pages),
+            self.kv_layers, kv_heads, head_dim,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------ nodes
+    def _embedding(self, item: FusedEmbedding) -> None:
+        table = self.graph.tensor(item.table)
+        cols = table.cols
+        name = self._weight(f"{item.name}.table", "table", _rows(table), cols, (table,))
+        self._tensor(item.output, cols)
+        self.nodes.append(
+            embedding.node(
+                item.name, cols=cols, table=name, output=item.output, dtype=self.limits.dtype, scale=item.scale,
+                layer=item.layer,
+            )
+        )  # fmt: skip
+
+    def _matmul(self, item: FusedMatmul) -> None:
+        parts = tuple(self.graph.tensor(w) for w in item.weights)
+        glu = item.epilogue == "glu"
+        rows, k = sum(_rows(p) for p in parts), parts[0].cols
+        n = rows // 2 if glu else rows
+        packed_rows = -(-n // (self.target.tile_n // 2)) * self.target.tile_n if glu else rows
+        layout = weight_layout(self.target, self.limits.dtype, packed_rows, k)
+        weight = self._weight(f"{item.name}.weight", "interleaved" if glu else "matrix", rows, k, parts, layout.bytes)
+        bias = self._bias(item, parts, layout.n_padded, glu)
+        self._tensor(item.output, n)
+        self.nodes.append(
+            matmul.node(
+                item.name, n=n, k=k, input=item.input, output=item.output, weight=weight, dtype=self.limits.dtype,
+                tile_n=layout.tile_n, k_unit=layout.k_unit, units=layout.k_padded // layout.k_unit,
+                gamma=self._gamma(f"{item.name}.gamma", item.norm), eps=item.norm.eps if item.norm else 0.0,
+                residual=item.residual, bias=bias, glu=item.activation if glu else None, sampled=item.sampled,
+                scale=item.scale, softcap=item.softcap, layer=item.layer,
+            )
+        )  # fmt: skip
+
+    def _attention(self, item: FusedAttention) -> None:
+        shape = (item.kv_heads, item.head_dim)
+        if self.kv not in (None, shape):
+            raise LoweringError(f"node {item.name}: {shape} KV heads and head_dim, other layers have {self.kv}")
+        self.kv = shape
+        pages = page_tokens(self.target, item.head_dim, self.limits.kv_dtype)
+        piece, pieces = self._piece(pages), self._pieces(pages)
+        cos, sin = self._tables(item.rope)
+        if item.q_norm and item.k_norm and item.q_norm.eps != item.k_norm.eps:
+            raise LoweringError(f"node {item.name}: q and k norms have different eps")
+        eps = next((n.eps for n in (item.q_norm, item.k_norm) if n), 0.0)
+        partials = f"{item.name}.partials"
+        self._tensor(partials, item.heads * pieces * (item.head_dim + 2))
+        self._tensor(item.output, item.heads * item.head_dim)
+        self.nodes.append(
+            attention.node(
+                item.name, heads=item.heads, kv_heads=item.kv_heads, head_dim=item.head_dim, qkv=item.qkv,
+                partials=partials, kv_layer=self.kv_layers, kv_dtype=self.limits.kv_dtype, page_tokens=pages,
+                piece_tokens=piece, max_pieces=pieces, splits=splits(self.target, item.kv_heads), scale=item.scale,
+                cos=cos, sin=sin, rotary_dim=item.rope.rotary_dim if item.rope else None,
+                interleaved=bool(item.rope and item.rope.interleaved),
+                q_gamma=self._gamma(f"{item.name}.q_gamma", item.q_norm),
+                k_gamma=self._gamma(f"{item.name}.k_gamma", item.k_norm), eps=eps, window=item.window,
+                softcap=item.softcap, layer=item.layer,
+            )
+        )  # fmt: skip
+        self.nodes.append(
+            combine.node(
+                f"{item.name}.combine", heads=item.heads, kv_heads=item.kv_heads, head_dim=item.head_dim,
+                partials=partials, output=item.output, piece_tokens=piece, max_pieces=pieces, window=item.window,
+                layer=item.layer,
+            )
+        )  # fmt: skip
+        self.kv_layers += 1
+
+    def _sampling(self) -> None:
+        vocab, rows = self.graph.config.vocab, self.limits.max_rows
+        self.tensors["sample.scaled"] = TensorSize(rows, vocab, "f32")
+        self.tensors["sample.result"] = TensorSize(rows, SAMPLE_RESULT.size, "u8")
+        logits = self.tensors[self.graph.output]
+        self.tensors[self.graph.output] = TensorSize(logits.rows, logits.cols, logits.dtype, keep=True)
+        self.nodes.append(
+            sample.node("sample", vocab=vocab, logits=self.graph.output, scaled="sample.scaled", result="sample.result",
+                        max_rows=rows)
+        )  # fmt: skip
+        self.nodes.append(advance.node("advance", result="sample.result"))
+
+    # ------------------------------------------------------------------------------------------ parts
+    def _tensor(self, name: str, cols: int) -> None:
+        self.tensors[name] = TensorSize(self.limits.max_rows, cols, "f32")
+
+    def _piece(self, pages: int) -> int:
+        return max(pages, self.target.piece_tokens // pages * pages)
+
+    def _pieces(self, pages: int) -> int:
+        return -(-self.limits.max_context // self._piece(pages))
+
+    def _weight(
+        self, name: str, kind: str, n: int, k: int, parts: tuple[Tensor, ...], size: int | None = None,
+        add: float = 0.0, rope: int = -1,
+    ) -> str:  # fmt: skip
+        if size is None:
+            size = n * max(k, 1) * (self.limits.dtype.bytes if kind == "table" else 4)
+        sources = tuple(_part(t) for t in parts)
+        self.weights.append(PackedWeight(name, kind, self.at, size, n, k, sources, add, rope))
+        self.at += -(-size // ALIGN) * ALIGN
+        return name
+
+    def _gamma(self, name: str, norm: Norm | None) -> str | None:
+        if norm is None:
+            return None
+        gamma = self.graph.tensor(norm.gamma)
+        return self._weight(name, "vector", gamma.cols, 0, (gamma,), add=norm.offset)
+
+    def _bias(self, item: FusedMatmul, parts: tuple[Tensor, ...], padded: int, glu: bool) -> str | None:
+        if not item.biases:
+            return None
+        if any(not b for b in item.biases):
+            raise LoweringError(f"node {item.name}: some of its linears have a bias and some have none")
+        vectors = tuple(self.graph.tensor(b) for b in item.biases)
+        tile = self.target.tile_n if glu else 0
+        return self._weight(f"{item.name}.bias", "vector", sum(v.cols for v in vectors), tile, vectors, padded * 4)
+
+    def _tables(self, rope: RopeSpec | None) -> tuple[str | None, str | None]:
+        if rope is None:
+            return None, None
+        if rope not in self.ropes:
+            index = len(self.ropes)
+            self.ropes.append(rope)
+            for kind in ("cos", "sin"):
+                self._weight(f"rope.{index}.{kind}", kind, self.limits.max_context, rope.rotary_dim // 2, (), None, 0.0, index)
+        index = self.ropes.index(rope)
+        return f"rope.{index}.cos", f"rope.{index}.sin"
+
+
+def _rows(tensor: Tensor) -> int:
+    if tensor.rows is None:
+        raise LoweringError(f"weight {tensor.name} is a vector; a matrix was expected")
+    return tensor.rows
+
+
+def _part(tensor: Tensor) -> WeightPart:
+    if tensor.source is None:
+        raise LoweringError(f"{tensor.name} is not a weight of the checkpoint")
+    return WeightPart(tensor.source.tensor, tensor.source.start, tensor.source.stop)

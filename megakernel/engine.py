@@ -1,0 +1,344 @@
+"""The engine: requests in, tokens out. One driver thread feeds the kernel and reads its token ring."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from megakernel.errors import CapacityError, DeviceFault, EngineClosed, InvalidRequest, MegakernelError
+from megakernel.kv_cache import PageAllocator
+from megakernel.request import Request, Token
+from megakernel.runtime import Runtime
+from megakernel.sampling import SamplingParams
+from megakernel.tasks.record import MAX_STOPS, SLOT, CommandKind, EventKind, ExitReason, Finish, SlotStatus
+
+T = TypeVar("T")
+POLL_S = 0.02  # how soon a request submitted while the kernel runs is seen when no token wakes the driver
+REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.CANCELLED: "cancelled"}
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counts since the engine started. `steps` and `kernel_tokens` are the kernel's own, `tokens` those received."""
+
+    steps: int
+    launches: int
+    kernel_tokens: int
+    tokens: int
+    requests: int
+    faults: int
+
+    @property
+    def launches_per_token(self) -> float:
+        return self.launches / self.tokens if self.tokens else 0.0
+
+
+@dataclass
+class _Occupant:
+    """A request in a slot, until the kernel says that the slot is free."""
+
+    request: Request
+    pages: tuple[int, ...]
+    cancel_posted: bool = False
+
+
+class _Job(Generic[T]):
+    """A function to run on the driver thread while no request runs."""
+
+    def __init__(self, function: Callable[[Runtime], T]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._result: T
+        self._error: BaseException | None = None
+
+    def run(self, runtime: Runtime) -> None:
+        try:
+            self._result = self._function(runtime)
+        except BaseException as e:  # handed to the caller, who waits in `wait`
+            self._error = e
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._done.set()
+
+    @property
+    def fault(self) -> DeviceFault | None:
+        return self._error if isinstance(self._error, DeviceFault) else None
+
+    def wait(self) -> T:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Engine:
+    """Owns the runtime and closes it. Every public method may be called from any thread.
+
+    Requests start in the order in which they came, each as soon as a slot and its KV pages are free, also in the
+    middle of a launch. A device fault fails the requests that hold a slot; the engine resets and goes on with the rest.
+    """
+
+    def __init__(self, runtime: Runtime, *, stop_ids: Iterable[int] = (), steps_per_launch: int = 256) -> None:
+        """`stop_ids`: the checkpoint's own end tokens."""
+        if steps_per_launch < 1:
+            raise InvalidRequest(f"steps_per_launch: expected at least 1, got {steps_per_launch}")
+        self.runtime = runtime
+        self.stop_ids = tuple(stop_ids)
+        self.steps_per_launch = runtime.max_steps(steps_per_launch)
+        m = runtime.manifest
+        self._pages = PageAllocator(runtime.kv_pages, m.page_tokens)
+        self._slots: list[_Occupant | None] = [None] * m.max_slots
+        self._queue: deque[Request] = deque()
+        self._jobs: deque[_Job[Any]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._number = 0
+        self._launches = self._tokens = self._faults = self._steps = self._kernel_tokens = 0
+        self._base = (0, 0)  # steps and tokens of the kernel before its last reset
+        self._thread = threading.Thread(target=self._drive, name="megakernel-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    # ------------------------------------------------------------------------------------------ for callers
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Request:
+        """Queue a request. Raises InvalidRequest or CapacityError naming what is wrong with it."""
+        chosen = params or SamplingParams()
+        ids = self._checked(prompt_ids)
+        m = self.runtime.manifest
+        limit = min(len(ids) + chosen.max_tokens, m.max_context)
+        if self._pages.pages_for(limit) > self._pages.pages:
+            raise CapacityError(
+                f"a request of {limit} tokens needs {self._pages.pages_for(limit)} KV pages; the engine has "
+                f"{self._pages.pages}; lower max_tokens or give the engine more"
+            )
+        own = () if chosen.ignore_eos else self.stop_ids
+        stops = tuple(dict.fromkeys((*own, *chosen.stop_ids)))
+        with self._changed:
+            if self._closing:
+                raise EngineClosed("the engine is closed; open the model again")
+            self._number = self._number % 0xFFFFFFFE + 1
+            request = Request(self._number, ids, chosen, limit, stops, self._wake)
+            self._queue.append(request)
+            self._changed.notify_all()
+        return request
+
+    def exclusive(self, function: Callable[[Runtime], T]) -> T:
+        """Run `function` on the driver thread once no request runs, and return its result."""
+        job: _Job[T] = _Job(function)
+        with self._changed:
+            if self._closing:
+                raise EngineClosed("the engine is closed; open the model again")
+            self._jobs.append(job)
+            self._changed.notify_all()
+        return job.wait()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            self._steps, self._launches, self._kernel_tokens, self._tokens, self._number, self._faults
+        )
+
+    def close(self, timeout_s: float = 120.0) -> None:
+        """Fail what still runs with EngineClosed, end the kernel, free its memory. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        atexit.unregister(self.close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise MegakernelError(f"the engine did not close within {timeout_s:g} s: its kernel does not end")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _checked(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        m = self.runtime.manifest
+        try:
+            ids = tuple(int(i) for i in prompt_ids)
+        except (TypeError, ValueError) as e:
+            raise InvalidRequest(f"prompt: expected token ids, got {prompt_ids!r:.80}") from e
+        if not ids:
+            raise InvalidRequest("prompt: expected at least one token, got none")
+        if len(ids) >= m.max_context:
+            raise CapacityError(
+                f"prompt: expected fewer than {m.max_context} tokens (max_context), got {len(ids)}; shorten it or open "
+                "the model with a larger max_context"
+            )
+        for at, number in enumerate(ids):
+            if not 0 <= number < m.vocab:
+                raise InvalidRequest(f"prompt: expected token ids from 0 to {m.vocab - 1}, got {number} at place {at}")
+        return ids
+
+    def _wake(self, _request: Request) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------ the driver thread
+    def _drive(self) -> None:
+        error: BaseException | None = None
+        try:
+            while self._wait_for_work():
+                self._run_jobs()
+                self._admit()
+                if any(self._slots):
+                    self._run_launch()
+        except BaseException as e:  # an unforeseen error ends the engine; every waiting caller gets it
+            error = e
+        self._end(error)
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; False when the engine closes."""
+        with self._changed:
+            while not (self._closing or self._queue or self._jobs or any(self._slots)):
+                self._changed.wait()
+            return not self._closing
+
+    def _run_jobs(self) -> None:
+        if any(self._slots):
+            return
+        while True:
+            with self._changed:
+                job = self._jobs.popleft() if self._jobs else None
+            if job is None:
+                return
+            job.run(self.runtime)
+            if job.fault is not None:
+                self._recover(job.fault)
+
+    def _run_launch(self) -> None:
+        """One bounded launch, from its start to the last event."""
+        self._launches += 1
+        try:
+            self.runtime.launch(self.steps_per_launch)
+            while self.runtime.running():
+                self.runtime.wait(POLL_S)
+                self._dispatch()
+                self._post_cancels()
+                self._admit()
+            report = self.runtime.finish()
+        except DeviceFault as fault:
+            self._dispatch()
+            self._recover(fault)
+            return
+        posted = self.runtime.pending()
+        self._dispatch()
+        self._steps = self._base[0] + report.steps_run
+        self._kernel_tokens = self._base[1] + report.tokens_out
+        if report.exit is ExitReason.IDLE and not posted and any(self._slots):
+            held = [o.request.number for o in self._slots if o]
+            raise MegakernelError(f"the kernel says that it is idle, the engine that requests {held} run")
+
+    def _admit(self) -> None:
+        """Move requests from the queue into free slots, first come first served."""
+        while True:
+            with self._changed:
+                while self._queue and self._queue[0].done:
+                    self._queue.popleft()
+                waiting = self._queue[0] if self._queue and not self._jobs and not self._closing else None
+            slot = next((i for i, o in enumerate(self._slots) if o is None), None)
+            if waiting is None or slot is None or not self._pages.fits(waiting.limit):
+                return
+            if not self._start(waiting, slot):
+                return
+            with self._changed:
+                self._queue.popleft()
+
+    def _start(self, request: Request, slot: int) -> bool:
+        """Give `slot` to a request and tell the kernel; False when the mailbox is full."""
+        runtime = self.runtime
+        pages = self._pages.reserve(request.number, request.limit)
+        runtime.set_prompt(slot, request.prompt_ids)
+        runtime.set_pages(slot, pages)
+        stops = request.stops[:MAX_STOPS]
+        state = np.zeros((), SLOT.dtype)
+        state["status"], state["request"] = SlotStatus.ACTIVE, request.number
+        state["prompt_length"], state["limit"] = len(request.prompt_ids), request.limit
+        state["stop_count"], state["stop"][: len(stops)] = len(stops), stops
+        for name, value in request.params.fields().items():
+            state["sampling"][name] = value
+        command = {"kind": CommandKind.ADMIT, "slot": slot, "request": request.number, "state": state}
+        if not runtime.post(command):
+            self._pages.release(request.number, pages)
+            return False
+        self._slots[slot] = _Occupant(request, pages)
+        request.admitted()
+        return True
+
+    def _post_cancels(self) -> None:
+        """Tell the kernel about requests that ended on the host: cancelled, stopped by text, or closing."""
+        if self._closing:
+            for occupant in self._slots:
+                if occupant:
+                    occupant.request.fail(EngineClosed("the engine was closed before the request finished"))
+        for slot, occupant in enumerate(self._slots):
+            if occupant and occupant.request.done and not occupant.cancel_posted:
+                command = {"kind": CommandKind.CANCEL, "slot": slot, "request": occupant.request.number}
+                occupant.cancel_posted = self.runtime.post(command)
+
+    def _dispatch(self) -> None:
+        """Hand every new event of the ring to its request; free the slots that ended."""
+        for event in self.runtime.events():
+            slot = int(event["slot"])
+            occupant = self._slots[slot] if slot < len(self._slots) else None
+            if occupant is None or occupant.request.number != int(event["request"]):
+                raise MegakernelError(f"the kernel sent an event of slot {slot}, request {event['request']}: unknown")
+            finish = Finish(int(event["finish"]))
+            retired = int(event["kind"]) == EventKind.RETIRED
+            if retired:
+                occupant.request.end("cancelled")
+            else:
+                self._tokens += 1
+                self._deliver(occupant.request, event, finish)
+            if retired or finish is not Finish.NONE:
+                self._pages.release(occupant.request.number, occupant.pages)
+                self._slots[slot] = None
+
+    def _deliver(self, request: Request, event: Any, finish: Finish) -> None:
+        token = int(event["token"])
+        reason = REASONS.get(finish)
+        if reason is None and token in request.stops[MAX_STOPS:]:
+            reason = "stop"  # the slot is retired by the next _post_cancels
+        wanted = request.params.logprobs
+        top: tuple[tuple[int, float], ...] = ()
+        if wanted:
+            count = int(event["top_count"])
+            top = tuple(zip(event["top_token"][:count].tolist(), event["top_logprob"][:count].tolist()))
+        logprob = float(event["logprob"]) if wanted is not None else None
+        request.put(Token(token, logprob, top, int(event["time_ns"])), reason)
+
+    def _recover(self, fault: DeviceFault) -> None:
+        """After a fault: fail the requests in slots, start again from a clean state."""
+        self._faults += 1
+        for slot, occupant in enumerate(self._slots):
+            if occupant:
+                occupant.request.fail(fault)
+                self._slots[slot] = None
+        self._pages.release_all()
+        self._base = (self._steps, self._kernel_tokens)
+        self.runtime.reset()
+
+    def _end(self, error: BaseException | None) -> None:
+        """The last thing the driver does: nobody is left waiting."""
+        with self._changed:
+            self._closing = True
+            left = [*self._queue, *(o.request for o in self._slots if o)]
+            jobs = list(self._jobs)
+            self._queue.clear()
+            self._jobs.clear()
+        reason = error or EngineClosed("the engine was closed before the request finished")
+        for request in left:
+            request.fail(reason)
+        for job in jobs:
+            job.fail(reason)
+        self.runtime.close()

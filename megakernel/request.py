@@ -1,0 +1,160 @@
+"""One request as its caller sees it: a stream of tokens, a way to cancel, a result."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megakernel.errors import MegakernelError
+from megakernel.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token. `logprob` and `top` (id and log-probability, likeliest first) only when asked for.
+
+    time_ns: the device's clock when it was written."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    time_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds from submit to a slot, to the first token seen by the host, and to the end; decode rate after the first
+    token by the device's clock (0 with fewer than two tokens)."""
+
+    queued_s: float
+    first_token_s: float
+    total_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Everything of an ended request. finish_reason: "stop", "length" or "cancelled"."""
+
+    prompt_token_ids: tuple[int, ...]
+    tokens: tuple[Token, ...]
+    finish_reason: str
+    timings: Timings
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.id for token in self.tokens)
+
+
+class Request:
+    """Made by `Engine.submit`. May be read from several threads; each iteration sees every token."""
+
+    def __init__(
+        self,
+        number: int,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        limit: int,
+        stops: tuple[int, ...],
+        cancel: Callable[[Request], None],
+    ) -> None:
+        self.number = number
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.limit = limit  # most tokens of prompt and output together
+        self.stops = stops
+        self._cancel = cancel
+        self._tokens: list[Token] = []
+        self._reason: str | None = None
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._submitted = time.perf_counter()
+        self._admitted = self._first = self._ended = 0.0
+
+    # ------------------------------------------------------------------------------------------ the caller's side
+    @property
+    def done(self) -> bool:
+        with self._changed:
+            return self._done()
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while it runs."""
+        return self._reason
+
+    def __iter__(self) -> Iterator[Token]:
+        """Tokens as they come. Raises DeviceFault or EngineClosed when the request failed."""
+        seen = 0
+        while True:
+            with self._changed:
+                while len(self._tokens) == seen and not self._done():
+                    self._changed.wait()
+                fresh, error, done = self._tokens[seen:], self._error, self._done()
+            yield from fresh
+            seen += len(fresh)
+            if done:
+                if error is not None:
+                    raise error
+                return
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End it now, with the tokens so far. Does nothing when it has ended."""
+        if self.end(reason):
+            self._cancel(self)
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Wait for the end. Raises what the request failed with, and MegakernelError when `timeout_s` passed."""
+        with self._changed:
+            if not self._changed.wait_for(self._done, timeout_s):
+                raise MegakernelError(
+                    f"request {self.number} has {len(self._tokens)} tokens after {timeout_s} s and goes on; "
+                    "wait longer or cancel it"
+                )
+            if self._error is not None:
+                raise self._error
+            return Completion(self.prompt_ids, tuple(self._tokens), self._reason or "", self._timings())
+
+    # ------------------------------------------------------------------------------------------ the engine's side
+    def admitted(self) -> None:
+        self._admitted = time.perf_counter()
+
+    def put(self, token: Token, reason: str | None) -> bool:
+        """Append a token, the last one when there is a reason. False when the request has ended before."""
+        with self._changed:
+            if self._done():
+                return False
+            if not self._tokens:
+                self._first = time.perf_counter()
+            self._tokens.append(token)
+            if reason is not None:
+                self._reason, self._ended = reason, time.perf_counter()
+            self._changed.notify_all()
+            return True
+
+    def end(self, reason: str) -> bool:
+        """End without a token. False when it has ended before."""
+        with self._changed:
+            if self._done():
+                return False
+            self._reason, self._ended = reason, time.perf_counter()
+            self._changed.notify_all()
+            return True
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            if not self._done():
+                self._error, self._ended = error, time.perf_counter()
+                self._changed.notify_all()
+
+    def _done(self) -> bool:
+        return self._reason is not None or self._error is not None
+
+    def _timings(self) -> Timings:
+        span = (self._tokens[-1].time_ns - self._tokens[0].time_ns) * 1e-9 if len(self._tokens) > 1 else 0.0
+        rate = (len(self._tokens) - 1) / span if span > 0 else 0.0
+        start = self._submitted
+        return Timings(
+            max(0.0, self._admitted - start), max(0.0, self._first - start), max(0.0, self._ended - start), rate
+        )

@@ -1,0 +1,53 @@
+"""Advance: ends a step. Takes the sampled tokens, reports them, takes commands, and makes the next step's header.
+
+For each row of the step its slot's position moves past it. A sampled token is stored as the slot's next token, counted
+in `seen` when the slot has a penalty, and written to the token ring; it finishes its slot when it is a stop token
+(Finish.STOP, the token is reported) or when it is the last that the slot's limit allows (Finish.LENGTH). Then the
+mailbox: ADMIT puts a sequence into a slot, CANCEL frees one and reports EventKind.RETIRED. The next step computes one
+row for each slot that is past its prompt, then as many prompt tokens as rows are left, in slot order; the last token
+of a prompt is a sampled row. With no active slot the launch ends (ExitReason.IDLE), at the step limit too (STEPS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megakernel.tasks.record import SAMPLE_RESULT, Field, Struct
+from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
+
+
+@dataclass(frozen=True)
+class AdvanceConfig(Variant):
+    """No compile-time choice."""
+
+
+class Advance(Task):
+    """One tile, the last of a step: everything else of the step comes before it."""
+
+    name = "advance"
+    body = "Advance"
+    config = "AdvanceConfig"
+    fields = Struct("AdvanceFields", (Field("result", "u32", doc="offset in the workspace: SampleResult[kMaxRows]"),))
+
+    @staticmethod
+    def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        return (Region(node.tensors["result"], 0, SAMPLE_RESULT.size),)
+
+    @staticmethod
+    def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        return ()
+
+    @staticmethod
+    def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
+        return Cost(other_bytes=1024.0, flops=100.0)
+
+    @staticmethod
+    def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
+        return {"result": at.tensor(node.tensors["result"])}
+
+
+def node(name: str, *, result: str) -> TaskNode:
+    """The end of a step. Tensor `result`: what `sample` wrote."""
+    return TaskNode(name, Advance, AdvanceConfig(), 1, {"result": result})

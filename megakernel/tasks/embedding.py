@@ -1,0 +1,105 @@
+"""Embedding: rows of a table, one for each row of the step.
+
+output[r, :] = scale * table[token[r], :]          output [rows, cols] float32, table [vocab, cols] row-major
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.tasks.record import Field, Struct
+from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig(Variant):
+    dtype: DType = DType.F32  # of the table
+
+
+class Embedding(Task):
+    """Tile t writes columns `[t * tile_cols, (t + 1) * tile_cols)` of every row."""
+
+    name = "embedding"
+    body = "Embedding"
+    config = "EmbeddingConfig"
+    fields = Struct(
+        "EmbeddingFields",
+        (
+            Field("table", "u64", doc="offset in the weights"),
+            Field("output", "u32", doc="offset in the workspace"),
+            Field("cols", "u32"),
+            Field("tile_cols", "u32"),
+            Field("scale", "f32"),
+        ),
+    )
+
+    @staticmethod
+    def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        return ()
+
+    @staticmethod
+    def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        width, cols = node.sizes["tile_cols"], node.sizes["cols"]
+        return (Region(node.tensors["output"], first * width, min(cols, (first + count) * width)),)
+
+    @staticmethod
+    def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
+        cols = count * node.sizes["tile_cols"]
+        assert isinstance(node.variant, EmbeddingConfig)
+        return Cost(other_bytes=cols * (node.variant.dtype.bytes + 4.0), flops=float(cols))
+
+    @staticmethod
+    def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
+        return {
+            "table": at.weight(node.weights["table"]),
+            "output": at.tensor(node.tensors["output"]),
+            "cols": node.sizes["cols"],
+            "tile_cols": node.sizes["tile_cols"],
+            "scale": node.scalars["scale"],
+        }
+
+
+def node(
+    name: str, *, cols: int, table: str, output: str, dtype: DType, scale: float = 1.0, tile_cols: int = 1024,
+    layer: int = -1,
+) -> TaskNode:  # fmt: skip
+    """Embedding of `cols` columns. Weight `table`: [vocab, cols] row-major in `dtype`; tensor `output`: f32 [rows, cols].
+
+    `tile_cols` columns make a tile."""
+    width = min(cols, tile_cols)
+    return TaskNode(
+        name, Embedding, EmbeddingConfig(dtype), -(-cols // width), {"output": output}, {"table": table},
+        {"cols": cols, "tile_cols": width}, {"scale": scale}, layer,
+    )  # fmt: skip
+
+
+def reference(table: Array, tokens: Array, scale: float) -> Array:
+    """[rows, cols] float32."""
+    return np.asarray(np.asarray(table, np.float32)[tokens] * np.float32(scale))
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int
+    vocab: int
+    cols: int
+    dtype: DType = DType.F32
+    scale: float = 1.0
+    tile_cols: int = 1024
+
+
+def cases() -> tuple[Case, ...]:
+    """Odd widths, one row and many, tiles that do not divide the columns."""
+    return (
+        Case(1, 7, 5),
+        Case(3, 300, 577, DType.BF16, 2.5, 64),
+        Case(16, 65, 576, DType.F16),
+        Case(16, 17, 130, DType.F32, 0.125, 128),
+    )

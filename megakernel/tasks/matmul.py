@@ -1,0 +1,224 @@
+"""Matmul with fused prologue and epilogue: one pass over the weights for all rows of the step.
+
+    x = input, or with a norm   x[r, :] = input[r, :] / sqrt(mean(input[r, :]^2) + eps) * gamma
+    y[r, j] = scale * (sum over c of x[r, c] * weight[j, c] + bias[j])
+    store:     output = y, or softcap * tanh(y / softcap)
+    residual:  output = residual + y
+    glu:       output[r, i] = act(gate[r, i]) * up[r, i]; rows of the weights alternate, half a tile of gate, half of up
+
+Activations are float32 [rows, cols], sums are float32 with c ascending in one chain for each output; weights are
+converted to float32 exactly. With `sampled`, row s of the output is row `sample_row[s]` of the step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.errors import LoweringError
+from megakernel.tasks.record import NONE, NONE64, Field, Struct
+from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant
+
+Array = npt.NDArray[Any]
+
+
+class Epilogue(enum.Enum):
+    STORE = 0
+    RESIDUAL = 1
+    GLU = 2
+
+
+class Activation(enum.Enum):
+    """Of the gate. GELU_TANH is the tanh approximation, GELU the exact one."""
+
+    SILU = 0
+    GELU_TANH = 1
+    GELU = 2
+
+
+@dataclass(frozen=True)
+class MatmulConfig(Variant):
+    dtype: DType = DType.F32  # of the weights
+    tile_n: int = 32  # rows of the weights in one tile
+    norm: bool = False
+    epilogue: Epilogue = Epilogue.STORE
+    activation: Activation = Activation.SILU
+    bias: bool = False
+    sampled: bool = False
+    softcap: bool = False
+
+
+class Matmul(Task):
+    """Tile t is rows `[t * tile_n, (t + 1) * tile_n)` of the packed weights; with glu it makes tile_n / 2 columns."""
+
+    name = "matmul"
+    body = "Matmul"
+    config = "MatmulConfig"
+    fields = Struct(
+        "MatmulFields",
+        (
+            Field("weight", "u64", doc="offset in the weights"),
+            Field("bias", "u64", doc="f32 [tiles * tile_n], offset in the weights, or kNone64"),
+            Field("gamma", "u64", doc="f32 [k], offset in the weights, or kNone64"),
+            Field("input", "u32", doc="offset in the workspace: f32 [rows][k]"),
+            Field("output", "u32", doc="offset in the workspace: f32 [rows][n]"),
+            Field("residual", "u32", doc="offset in the workspace: f32 [rows][n], or kNone"),
+            Field("n", "u32", doc="columns of the output"),
+            Field("k", "u32", doc="columns of the input"),
+            Field("k_unit", "u32", doc="columns of one unit of the packed weights"),
+            Field("units", "u32", doc="units of a tile; k padded with zeros is k_unit * units"),
+            Field("eps", "f32"),
+            Field("scale", "f32"),
+            Field("softcap", "f32"),
+        ),
+    )
+
+    @staticmethod
+    def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        out = [Region(node.tensors["input"], 0, node.sizes["k"])]
+        if "residual" in node.tensors:
+            out.append(Region(node.tensors["residual"], *_columns(node, first, count)))
+        return tuple(out)
+
+    @staticmethod
+    def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        return (Region(node.tensors["output"], *_columns(node, first, count)),)
+
+    @staticmethod
+    def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
+        assert isinstance(node.variant, MatmulConfig)
+        elements = float(count * node.variant.tile_n * node.sizes["k_unit"] * node.sizes["units"])
+        other = 4.0 * (node.sizes["k"] + count * node.variant.tile_n)
+        return Cost(elements * node.variant.dtype.bytes, other, 2.0 * elements)
+
+    @staticmethod
+    def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
+        w, t = node.weights, node.tensors
+        return {
+            "weight": at.weight(w["weight"]),
+            "bias": at.weight(w["bias"]) if "bias" in w else NONE64,
+            "gamma": at.weight(w["gamma"]) if "gamma" in w else NONE64,
+            "input": at.tensor(t["input"]),
+            "output": at.tensor(t["output"]),
+            "residual": at.tensor(t["residual"]) if "residual" in t else NONE,
+            **{key: node.sizes[key] for key in ("n", "k", "k_unit", "units")},
+            **{key: node.scalars[key] for key in ("eps", "scale", "softcap")},
+        }
+
+
+def _columns(node: TaskNode, first: int, count: int) -> tuple[int, int]:
+    width, n = node.sizes["tile_out"], node.sizes["n"]
+    return min(n, first * width), min(n, (first + count) * width)
+
+
+def node(
+    name: str, *, n: int, k: int, input: str, output: str, weight: str, dtype: DType, tile_n: int,
+    k_unit: int | None = None, units: int = 1, gamma: str | None = None, eps: float = 0.0, residual: str | None = None,
+    bias: str | None = None, glu: Activation | str | None = None, sampled: bool = False, scale: float = 1.0,
+    softcap: float = 0.0, layer: int = -1,
+) -> TaskNode:  # fmt: skip
+    """A matmul with `n` output columns and `k` input columns.
+
+    Weight `weight`: packed by the target's layout in tiles of `tile_n` rows, each tile `units` units of `k_unit`
+    columns (default: one unit, k rounded up to even); with `glu` it holds 2 n rows, gate and up interleaved by half
+    tiles. `gamma` f32 [k] switches the norm on; `bias` f32 in packed row order, padded to whole tiles. Tensors are
+    f32: `input` [rows, k], `output` and `residual` [rows, n]. `residual` excludes `glu`. Raises LoweringError.
+    """
+    if glu is not None and (residual is not None or tile_n % 2):
+        raise LoweringError(f"matmul {name}: glu takes no residual and an even tile_n, got {residual!r}, {tile_n}")
+    if softcap and (glu is not None or residual is not None):
+        raise LoweringError(f"matmul {name}: softcap needs a plain store")
+    epilogue = Epilogue.GLU if glu is not None else Epilogue.RESIDUAL if residual is not None else Epilogue.STORE
+    activation = Activation.SILU if glu is None else glu if isinstance(glu, Activation) else _activation(name, glu)
+    tile_out = tile_n // 2 if glu is not None else tile_n
+    variant = MatmulConfig(
+        dtype, tile_n, gamma is not None, epilogue, activation, bias is not None, sampled, softcap != 0.0
+    )
+    optional = (("gamma", gamma), ("bias", bias))
+    return TaskNode(
+        name, Matmul, variant, -(-n // tile_out),
+        {"input": input, "output": output, **({} if residual is None else {"residual": residual})},
+        {"weight": weight, **{key: value for key, value in optional if value is not None}},
+        {"n": n, "k": k, "k_unit": k_unit or k + k % 2, "units": units, "tile_out": tile_out},
+        {"eps": eps, "scale": scale, "softcap": softcap}, layer,
+    )  # fmt: skip
+
+
+def _activation(name: str, text: str) -> Activation:
+    known = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH, "gelu_pytorch_tanh": Activation.GELU_TANH,
+             "gelu": Activation.GELU}  # fmt: skip
+    if text not in known:
+        raise LoweringError(f"matmul {name}: no activation {text!r}; known: {', '.join(known)}")
+    return known[text]
+
+
+def activate(kind: Activation, x: Array) -> Array:
+    """The activation of a gate, in x's own precision."""
+    if kind is Activation.SILU:
+        return np.asarray(x / (1 + np.exp(-x)))
+    if kind is Activation.GELU_TANH:
+        return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
+    from math import erf
+
+    return np.asarray(0.5 * x * (1 + np.vectorize(erf)(x / np.sqrt(2.0))))
+
+
+def reference(
+    x: Array, weight: Array, *, gamma: Array | None = None, eps: float = 0.0, bias: Array | None = None,
+    residual: Array | None = None, up: Array | None = None, up_bias: Array | None = None,
+    activation: Activation = Activation.SILU, scale: float = 1.0, softcap: float = 0.0,
+) -> Array:  # fmt: skip
+    """The formulas above with sums in float64; `weight` is the gate when `up` is given. [rows, n] float32."""
+    x = np.asarray(x, np.float64)
+    if gamma is not None:
+        x = x / np.sqrt((x * x).mean(1, keepdims=True) + eps) * np.asarray(gamma, np.float64)
+
+    def linear(w: Array, b: Array | None) -> Array:
+        y = x @ np.asarray(w, np.float64).T
+        return np.asarray(scale * (y if b is None else y + np.asarray(b, np.float64)))
+
+    y = linear(weight, bias)
+    if up is not None:
+        y = activate(activation, y) * linear(up, up_bias)
+    if softcap:
+        y = softcap * np.tanh(y / softcap)
+    return np.asarray(y if residual is None else y + residual, np.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int
+    n: int
+    k: int
+    dtype: DType = DType.F32
+    norm: bool = False
+    residual: bool = False
+    bias: bool = False
+    glu: Activation | None = None
+    sampled: bool = False
+    softcap: float = 0.0
+    scale: float = 1.0
+
+
+def cases() -> tuple[Case, ...]:
+    """Every prologue and epilogue, every dtype, odd sizes, every row count that a kernel may block differently."""
+    every = tuple(Case(rows, 70, 33, d) for rows in (1, 2, 3, 4, 5, 7, 8, 11, 16) for d in DType)
+    more = (
+        Case(1, 1, 1),
+        Case(1, 32, 64, DType.BF16, norm=True),
+        Case(5, 96, 577, DType.BF16, norm=True, bias=True),
+        Case(16, 576, 1536, DType.BF16, residual=True),
+        Case(3, 64, 31, DType.F32, residual=True, bias=True, scale=0.5),
+        Case(2, 40, 64, DType.F32, norm=True, glu=Activation.SILU),
+        Case(9, 1536, 576, DType.BF16, norm=True, glu=Activation.SILU, bias=True),
+        Case(4, 17, 48, DType.F16, glu=Activation.GELU_TANH),
+        Case(4, 17, 48, DType.F32, glu=Activation.GELU),
+        Case(16, 301, 66, DType.F32, norm=True, sampled=True),
+        Case(8, 301, 66, DType.F16, sampled=True, softcap=3.0, scale=2.0),
+    )
+    return every + more
