@@ -69,8 +69,8 @@ class _Job(Generic[T]):
         self._done.set()
 
     @property
-    def fault(self) -> DeviceFault | None:
-        return self._error if isinstance(self._error, DeviceFault) else None
+    def error(self) -> BaseException | None:
+        return self._error
 
     def wait(self) -> T:
         self._done.wait()
@@ -108,8 +108,12 @@ class Engine:
         atexit.register(self.close)
 
     # ------------------------------------------------------------------------------------------ for callers
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Request:
-        """Queue a request. Raises InvalidRequest or CapacityError naming what is wrong with it."""
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, listen: Callable[[], None] | None = None
+    ) -> Request:
+        """Queue a request. Raises InvalidRequest or CapacityError naming what is wrong with it.
+
+        `listen` is called on the driver thread after every token and at the end; it must not block."""
         chosen = params or SamplingParams()
         ids = self._checked(prompt_ids)
         m = self.runtime.manifest
@@ -125,13 +129,13 @@ class Engine:
             if self._closing:
                 raise EngineClosed("the engine is closed; open the model again")
             self._number = self._number % 0xFFFFFFFE + 1
-            request = Request(self._number, ids, chosen, limit, stops, self._wake)
+            request = Request(self._number, ids, chosen, limit, stops, self._wake, listen)
             self._queue.append(request)
             self._changed.notify_all()
         return request
 
     def exclusive(self, function: Callable[[Runtime], T]) -> T:
-        """Run `function` on the driver thread once no request runs, and return its result."""
+        """Run `function` on the driver thread once no request holds a slot (waiting ones go on after it)."""
         job: _Job[T] = _Job(function)
         with self._changed:
             if self._closing:
@@ -213,8 +217,8 @@ class Engine:
             if job is None:
                 return
             job.run(self.runtime)
-            if job.fault is not None:
-                self._recover(job.fault)
+            if job.error is not None:
+                self._recover(job.error)
 
     def _run_launch(self) -> None:
         """One bounded launch, from its start to the last event."""
@@ -317,9 +321,9 @@ class Engine:
         logprob = float(event["logprob"]) if wanted is not None else None
         request.put(Token(token, logprob, top, int(event["time_ns"])), reason)
 
-    def _recover(self, fault: DeviceFault) -> None:
-        """After a fault: fail the requests in slots, start again from a clean state."""
-        self._faults += 1
+    def _recover(self, fault: BaseException) -> None:
+        """After a fault (or a failed job): fail the requests in slots, start again from a clean state."""
+        self._faults += isinstance(fault, DeviceFault)
         for slot, occupant in enumerate(self._slots):
             if occupant:
                 occupant.request.fail(fault)

@@ -59,6 +59,7 @@ class Request:
         limit: int,
         stops: tuple[int, ...],
         cancel: Callable[[Request], None],
+        listen: Callable[[], None] | None = None,
     ) -> None:
         self.number = number
         self.prompt_ids = prompt_ids
@@ -66,18 +67,19 @@ class Request:
         self.limit = limit  # most tokens of prompt and output together
         self.stops = stops
         self._cancel = cancel
+        self._listen = listen
         self._tokens: list[Token] = []
         self._reason: str | None = None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
+        self._over = threading.Event()
         self._submitted = time.perf_counter()
         self._admitted = self._first = self._ended = 0.0
 
     # ------------------------------------------------------------------------------------------ the caller's side
     @property
     def done(self) -> bool:
-        with self._changed:
-            return self._done()
+        return self._over.is_set()
 
     @property
     def finish_reason(self) -> str | None:
@@ -89,15 +91,22 @@ class Request:
         seen = 0
         while True:
             with self._changed:
-                while len(self._tokens) == seen and not self._done():
+                while len(self._tokens) == seen and not self.done:
                     self._changed.wait()
-                fresh, error, done = self._tokens[seen:], self._error, self._done()
+            fresh, done = self.poll(seen)
             yield from fresh
             seen += len(fresh)
             if done:
-                if error is not None:
-                    raise error
                 return
+
+    def poll(self, seen: int) -> tuple[list[Token], bool]:
+        """Tokens after the first `seen`, and whether it has ended. Never waits; raises what the request failed with
+        once every token was given."""
+        with self._changed:
+            fresh = self._tokens[seen:]
+            if self._error is not None and not fresh:
+                raise self._error
+            return fresh, self._reason is not None
 
     def cancel(self, reason: str = "cancelled") -> None:
         """End it now, with the tokens so far. Does nothing when it has ended."""
@@ -106,15 +115,14 @@ class Request:
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """Wait for the end. Raises what the request failed with, and MegakernelError when `timeout_s` passed."""
-        with self._changed:
-            if not self._changed.wait_for(self._done, timeout_s):
-                raise MegakernelError(
-                    f"request {self.number} has {len(self._tokens)} tokens after {timeout_s} s and goes on; "
-                    "wait longer or cancel it"
-                )
-            if self._error is not None:
-                raise self._error
-            return Completion(self.prompt_ids, tuple(self._tokens), self._reason or "", self._timings())
+        if not self._over.wait(timeout_s):
+            raise MegakernelError(
+                f"request {self.number} has {len(self._tokens)} tokens after {timeout_s} s and goes on; "
+                "wait longer or cancel it"
+            )
+        if self._error is not None:
+            raise self._error
+        return Completion(self.prompt_ids, tuple(self._tokens), self._reason or "", self.timings())
 
     # ------------------------------------------------------------------------------------------ the engine's side
     def admitted(self) -> None:
@@ -123,35 +131,44 @@ class Request:
     def put(self, token: Token, reason: str | None) -> bool:
         """Append a token, the last one when there is a reason. False when the request has ended before."""
         with self._changed:
-            if self._done():
+            if self.done:
                 return False
             if not self._tokens:
                 self._first = time.perf_counter()
             self._tokens.append(token)
             if reason is not None:
-                self._reason, self._ended = reason, time.perf_counter()
+                self._finish(reason, None)
             self._changed.notify_all()
-            return True
+        self._tell()
+        return True
 
     def end(self, reason: str) -> bool:
         """End without a token. False when it has ended before."""
+        return self._end(reason, None)
+
+    def fail(self, error: BaseException) -> bool:
+        """End with an error. False when it has ended before."""
+        return self._end(None, error)
+
+    def _end(self, reason: str | None, error: BaseException | None) -> bool:
         with self._changed:
-            if self._done():
+            if self.done:
                 return False
-            self._reason, self._ended = reason, time.perf_counter()
+            self._finish(reason, error)
             self._changed.notify_all()
-            return True
+        self._tell()
+        return True
 
-    def fail(self, error: BaseException) -> None:
-        with self._changed:
-            if not self._done():
-                self._error, self._ended = error, time.perf_counter()
-                self._changed.notify_all()
+    def _finish(self, reason: str | None, error: BaseException | None) -> None:
+        self._reason, self._error, self._ended = reason, error, time.perf_counter()
+        self._over.set()
 
-    def _done(self) -> bool:
-        return self._reason is not None or self._error is not None
+    def _tell(self) -> None:
+        if self._listen is not None:
+            self._listen()
 
-    def _timings(self) -> Timings:
+    def timings(self) -> Timings:
+        """Of an ended request."""
         span = (self._tokens[-1].time_ns - self._tokens[0].time_ns) * 1e-9 if len(self._tokens) > 1 else 0.0
         rate = (len(self._tokens) - 1) / span if span > 0 else 0.0
         start = self._submitted

@@ -7,7 +7,7 @@ One thread uses a Runtime. While a launch runs, only `post`, `events`, `wait`, `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +18,7 @@ from megakernel.builder.program import Manifest, Program, check_abi
 from megakernel.builder.weights import Progress, Read, pack_weights
 from megakernel.device.device import Buffer, Device, Executable
 from megakernel.errors import CapacityError, DeviceFault, FaultReport, MegakernelError, ProgramError
-from megakernel.target import Target
+from megakernel.target import Target, find_target
 from megakernel.tasks.record import (
     ARGS,
     COMMAND,
@@ -33,7 +33,6 @@ from megakernel.tasks.record import (
     RING_ENTRIES,
     SLOT,
     STEP,
-    TOKEN_EVENT,
     TOKEN_RING,
     ExitReason,
     FaultKind,
@@ -347,14 +346,11 @@ def producers_of(program: Program, counter: int) -> tuple[str, ...]:
 
 
 def _target_of(program: Program, device: Device) -> Target:
-    """The device's target with the program's number of workers. Raises ProgramError when the backend is another."""
-    m = program.manifest
-    if m.backend != device.target.backend:
+    """The program's target with its number of workers. Raises ProgramError when the device is of another backend."""
+    m, own = program.manifest, device.target
+    if m.backend != own.backend:
         raise ProgramError(
-            f"program {m.name} was built for {m.target} ({m.backend}); device {device.name} is {device.target.name} "
-            f"({device.target.backend}); build it for this device"
+            f"program {m.name} was built for {m.target} ({m.backend}); device {device.name} is {own.name} "
+            f"({own.backend}); build it for this device"
         )
-    return replace(device.target, workers=m.workers)
-
-
-__all__ = ["LaunchReport", "MemoryReport", "Runtime", "TOKEN_EVENT", "decode_fault", "memory_of", "producers_of"]
+    return (own if own.name == m.target else find_target(m.target)).with_workers(m.workers)

@@ -2,10 +2,12 @@
 
 A node in `Schedule.ticketed` has its entries in `Schedule.shared`, with waits and signals as always. In a worker's
 queue stands one entry of no tiles: there the worker takes tickets of that node, and runs the shared entry of each,
-until a ticket is past the last. A ticket is `fetch_add(counter, 1) - (step - 1) * pops`; in one step every entry is
-taken once and every worker fails once, so the counter grows by exactly `pops` and is never reset. That holds if no
-worker enters the next step before all have failed once: the entry of no tiles comes before the end of the step.
-Entries are taken in the order of the list, and one may wait only for what does not need the worker that waits.
+until a ticket is past the last; then the entry of no tiles signals, if it has a signal. Entries are taken in the
+order of the list; one may wait only for what comes before the taking of tickets in every queue.
+
+A ticket is `fetch_add(counter, 1) - (step - 1) * pops`. In one step every entry is taken once and every worker fails
+once, so the counter grows by exactly `pops` and is never reset. That holds only if no worker enters the next step
+before all have failed once, so the last node of a step follows the entries of no tiles.
 """
 
 from __future__ import annotations

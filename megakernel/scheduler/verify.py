@@ -15,11 +15,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from megakernel.errors import ScheduleError
 from megakernel.scheduler.schedule import Entry, Schedule
-from megakernel.scheduler.verify_memory import MemoryCheck, describe
+from megakernel.scheduler.verify_memory import Clock, MemoryCheck, describe
 from megakernel.tasks.record import MAX_WAITS
 
 
@@ -110,8 +109,10 @@ def _tickets(schedule: Schedule) -> list[str]:
         for worker, queue in enumerate(schedule.queues):
             own = [e for e in queue if e.node == node]
             taken += len(own)
-            if len(own) > 1 or any(e.count or e.signal is not None for e in own):
-                out.append(f"worker {worker}: the queue must take tickets of node {node} once, with no tiles or signal")
+            if len(own) > 1 or any(e.count for e in own):
+                out.append(
+                    f"worker {worker}: the queue must take tickets of node {node} once, with no tiles of its own"
+                )
         if not taken:
             out.append(f"node {node} is ticketed and no worker takes its tickets")
     return out
@@ -151,8 +152,8 @@ class _Machine:
     signals: list[int] = field(init=False)  # per counter, in a step
     value: list[int] = field(init=False)
     done: list[int] = field(init=False)  # per column
-    clock: list[list[npt.NDArray[np.int32]]] = field(init=False)
-    joined: list[npt.NDArray[np.int32]] = field(init=False)  # per counter: what its signals so far make known
+    clock: list[list[Clock]] = field(init=False)
+    joined: list[Clock] = field(init=False)  # per counter: what its signals so far make known
 
     def __post_init__(self) -> None:
         s = self.schedule
@@ -182,7 +183,7 @@ class _Machine:
         if at == len(self.columns[column]):
             return False
         entry = self.columns[column][at]
-        if any(self.value[w.counter] < w.count for w in entry.waits) or not self._tickets_allow(column, entry):
+        if not self._waited(entry) or not self._tickets_allow(column, entry):
             return False
         self.clock[column].append(self._begin(column, entry))
         self.done[column] += 1
@@ -193,11 +194,13 @@ class _Machine:
             after[column] = max(int(after[column]), at + 1)
         return True
 
-    def _begin(self, column: int, entry: Entry) -> npt.NDArray[np.int32]:
+    def _waited(self, entry: Entry) -> bool:
+        return all(self.value[w.counter] >= w.count for w in entry.waits)
+
+    def _begin(self, column: int, entry: Entry) -> Clock:
         at = self.done[column]
         if column >= self.schedule.workers:  # any worker that takes tickets may run it
-            takers = [(w, i) for w, i in self._takers(entry.node)]
-            known = np.minimum.reduce([self._before(w, i) for w, i in takers])
+            known: Clock = np.minimum.reduce([self._before(w, i) for w, i in self._takers(entry.node)])
         else:
             known = self._before(column, at)
         for w in entry.waits:
@@ -205,10 +208,10 @@ class _Machine:
                 known = np.maximum(known, self.joined[w.counter])
         return known
 
-    def _before(self, column: int, at: int) -> npt.NDArray[np.int32]:
+    def _before(self, column: int, at: int) -> Clock:
         if not at:
             return np.zeros(len(self.columns), np.int32)
-        known = self.clock[column][at - 1].copy()
+        known: Clock = self.clock[column][at - 1].copy()
         known[column] = at
         return known
 
@@ -223,7 +226,7 @@ class _Machine:
         mine = [first + i for i, e in enumerate(self.schedule.shared) if e.node == entry.node]
         if column < first:
             return all(self.done[c] for c in mine)
-        reached = all(self.done[w] >= i for w, i in self._takers(entry.node))
+        reached = all(self.done[w] >= i and self._waited(self.columns[w][i]) for w, i in self._takers(entry.node))
         return reached and all(self.done[c] for c in mine if c < column)
 
     def _explain(self, column: int) -> str:

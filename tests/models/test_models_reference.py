@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megakernel.architectures import find_model
+from megakernel.architectures import find_model, parameter_shapes
 from megakernel.errors import UnsupportedConfig
 from megakernel.graph import Graph
 from megakernel.interpret import Interpreter
@@ -29,6 +29,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+BETAS = {**YARN, "original_max_position_embeddings": 1024, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,13 @@ LLAMA = [
     Case("dynamic", "Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
     Case("llama3", "Llama", {"head_dim": 16, "rope_parameters": LLAMA3}),
     Case("yarn", "Llama", {"head_dim": 16, "rope_parameters": YARN}),
-    Case("yarn_betas", "Llama", {"rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}}),
+    Case("yarn_betas", "Llama", {"head_dim": 16, "rope_parameters": BETAS}),
     Case("yarn_factor", "Llama", {"rope_parameters": {**YARN, "attention_factor": 1.25}}),
     Case("yarn_mscale", "Llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.5}}),
     *(
-        Case(f"group_{n}", "Llama", {"num_attention_heads": n * kv, "num_key_value_heads": kv, "hidden_size": 4 * n * kv})
+        Case(
+            f"group_{n}", "Llama", {"num_attention_heads": n * kv, "num_key_value_heads": kv, "hidden_size": 4 * n * kv}
+        )
         for n, kv in ((1, 5), (2, 3), (3, 3), (4, 2), (5, 1), (6, 1), (7, 2), (8, 2), (16, 1))
     ),
 ]
@@ -79,7 +83,11 @@ OTHERS = [
     Case("qwen2_window", "Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     Case("qwen3", "Qwen3", {"head_dim": 12}),
     Case("qwen3_bias", "Qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
-    Case("qwen3_window", "Qwen3", {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    Case(
+        "qwen3_window",
+        "Qwen3",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
     Case("qwen3_yarn", "Qwen3", {"head_dim": 16, "rope_parameters": YARN}),
     Case("mistral", "Mistral", {"sliding_window": None, "head_dim": 10}),
     Case("mistral_window", "Mistral", {"sliding_window": 5}),
@@ -125,8 +133,6 @@ def test_saved_config_builds_the_same_graph(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [*LLAMA, *OTHERS], ids=lambda c: c.name)
 def test_every_parameter_is_used(case: Case) -> None:
-    from megakernel.architectures import parameter_shapes
-
     model = case.model()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert parameter_shapes(build(config_of(model))) == shapes
@@ -142,7 +148,8 @@ MUTATIONS: list[tuple[str, Case, dict[str, Any]]] = [
     ("llama3 context", LLAMA[11], {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 33}}),
     ("yarn factor", LLAMA[12], {"rope_parameters": {**YARN, "factor": 4.1}}),
     ("yarn context", LLAMA[12], {"rope_parameters": {**YARN, "original_max_position_embeddings": 512}}),
-    ("yarn beta", LLAMA[13], {"rope_parameters": {**YARN, "beta_fast": 15.0, "beta_slow": 2.0, "truncate": False}}),
+    ("yarn beta", LLAMA[13], {"rope_parameters": {**BETAS, "beta_fast": 15.0}}),
+    ("yarn truncate", LLAMA[13], {"rope_parameters": {**BETAS, "truncate": True}}),
     ("attention factor", LLAMA[14], {"rope_parameters": {**YARN, "attention_factor": 1.251}}),
     ("activation", LLAMA[6], {"hidden_act": "gelu"}),
     ("window", OTHERS[8], {"sliding_window": 6}),
@@ -159,11 +166,11 @@ def test_the_comparison_goes_red(case: Case, change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("op", ["attention", "rms_norm", "rope"])
 def test_one_wrong_node_goes_red(op: str) -> None:
-    """A wrong scale, epsilon or head width in the last layer alone."""
+    """A wrong scale, epsilon or head width in one place alone."""
     model = LLAMA[0].model()
     graph = build(config_of(model))
     change = {"attention": {"scale": 0.36}, "rms_norm": {"eps": 1e-3}, "rope": {"heads": 3, "head_dim": 16}}[op]
-    index = max(i for i, n in enumerate(graph.nodes) if n.op == op and (op != "rope" or n.attrs["heads"] == 6))
+    index = next(i for i, node in enumerate(graph.nodes) if node.op == op)
     nodes = list(graph.nodes)
     nodes[index] = replace(nodes[index], attrs=MappingProxyType({**nodes[index].attrs, **change}))
     broken = replace(graph, nodes=tuple(nodes)).validate()
@@ -249,5 +256,11 @@ def test_config_is_refused_by_name(change: dict[str, Any], words: str) -> None:
 
 
 def test_harmless_fields_are_accepted() -> None:
-    harmless = {"pretraining_tp": 4, "_name_or_path": "x", "torch_dtype": "float16", "unknown": None, "use_cache": False}
+    harmless = {
+        "pretraining_tp": 4,
+        "_name_or_path": "x",
+        "torch_dtype": "float16",
+        "unknown": None,
+        "use_cache": False,
+    }
     assert build({**BASE, **harmless}) == build(BASE)

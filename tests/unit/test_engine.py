@@ -68,9 +68,10 @@ def test_ragged_requests_share_slots(steps: int) -> None:
 
 
 def test_a_waiting_request_gets_a_slot_in_the_middle_of_a_launch() -> None:
-    with open_engine(FakeDevice(step_s=0.002), max_slots=1, max_context=400) as engine:
-        first, second = engine.submit([1], greedy(40)), engine.submit([2], greedy(40))
-        assert list(second.result(20).token_ids) == expected([2], 40) and first.done
+    with open_engine(FakeDevice(step_s=0.002), max_slots=2, max_context=400) as engine:
+        long, short, third = (engine.submit([i], greedy(n)) for i, n in enumerate((200, 5, 5)))
+        assert list(third.result(20).token_ids) == expected([2], 5) and short.done and not long.done
+        assert list(long.result(20).token_ids) == expected([0], 200)
         assert engine.stats().launches == 1
 
 
@@ -189,6 +190,7 @@ def test_close_fails_what_runs_and_what_waits() -> None:
 
 def test_exclusive_waits_for_requests_and_hands_back_errors(engine: Engine) -> None:
     request = engine.submit([1], greedy(20))
+    next(iter(request))
     assert engine.exclusive(lambda runtime: (request.done, runtime.manifest.vocab)) == (True, VOCAB)
     with pytest.raises(ZeroDivisionError):
         engine.exclusive(lambda runtime: 1 // 0)

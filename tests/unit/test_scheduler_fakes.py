@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megakernel.scheduler.hazards import node_edges
+from megakernel.scheduler.schedule import Placement
 from megakernel.tasks.record import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
 
@@ -33,7 +35,9 @@ class Fake(Task):
                 if step == width:
                     out.add(Region(tensor, start + first * step, start + (first + count) * step))
                 else:
-                    out |= {Region(tensor, start + i * step, start + i * step + width) for i in range(first, first + count)}
+                    out |= {
+                        Region(tensor, start + i * step, start + i * step + width) for i in range(first, first + count)
+                    }
         return tuple(sorted(out))
 
     @staticmethod
@@ -118,9 +122,53 @@ def random_nodes(rng: random.Random, most: int = 7, most_tiles: int = 5) -> list
             width = rng.randint(1, columns[target] // tiles)
         columns.setdefault(target, width * tiles)
         out.append(node(f"n{index}", tiles, reads, [(target, 0, width, width)], nbytes=rng.randint(0, 5000)))
-    ends: list[Access] = [(t, 0, 0, columns[t]) for t in rng.sample(sorted(columns), rng.randint(1, min(2, len(columns))))]
+    ends: list[Access] = [
+        (t, 0, 0, columns[t]) for t in rng.sample(sorted(columns), rng.randint(1, min(2, len(columns))))
+    ]
     out.append(node("end", 1, ends, []))
     return out
+
+
+def random_memory(rng: random.Random, nodes: list[TaskNode]) -> dict[str, tuple[int, int]]:
+    """A valid memory plan: a tensor may take over the bytes of one that no later node uses."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for index, n in enumerate(nodes):
+        for r in Fake.reads(n, 0, n.tiles) + Fake.writes(n, 0, n.tiles):
+            first.setdefault(r.tensor, index)
+            last[r.tensor] = index
+    at: dict[str, tuple[int, int]] = {}
+    for tensor in sorted(first, key=lambda t: first[t]):
+        size = rng.choice((64, 128))
+        for _ in range(8):
+            place = (64 * rng.randrange(4), size)
+            live = [t for t in at if last[t] >= first[tensor]]
+            if not any(at[t][0] < place[0] + size and place[0] < sum(at[t]) for t in live):
+                at[tensor] = place
+                break
+        else:
+            at[tensor] = (1000 + 200 * len(at), size)
+    return at
+
+
+def random_placement(
+    rng: random.Random, nodes: list[TaskNode], workers: int, memory: dict[str, tuple[int, int]] | None = None
+) -> Placement:
+    """Random ranges on random workers; all queues follow one random order that the data flow allows."""
+    before = node_edges(nodes, memory)
+    queues: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]
+    done: set[int] = set()
+    while len(done) < len(nodes):
+        ready = [i for i in range(len(nodes)) if i not in done and before[i] <= done]
+        if len(done) < len(nodes) - 1:
+            ready = [i for i in ready if i != len(nodes) - 1]
+        index = rng.choice(ready)
+        done.add(index)
+        tiles = nodes[index].tiles
+        cuts = sorted({0, tiles, *(rng.randint(0, tiles) for _ in range(rng.randint(0, workers)))})
+        for start, stop in zip(cuts, cuts[1:]):
+            rng.choice(queues).append((index, start, stop - start))
+    return tuple(tuple(q) for q in queues)
 
 
 def test_decoder_reads_only_what_was_written() -> None:

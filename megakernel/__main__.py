@@ -1,0 +1,7 @@
+"""`python -m megakernel`."""
+
+from __future__ import annotations
+
+from megakernel.cli import main
+
+main()

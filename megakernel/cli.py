@@ -1,0 +1,352 @@
+"""The command `megakernel`. Every command takes --json: one JSON object a line on standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megakernel import bench as benchmarks
+from megakernel.builder.build import make_plan, plan_source
+from megakernel.checkpoint import fetch_demo
+from megakernel.devices import list_devices
+from megakernel.errors import InvalidRequest
+from megakernel.llm import LLM, Prompt
+from megakernel.opening import build, planned_target, target_and_compiler
+from megakernel.origin import open_origin
+from megakernel.output import Output
+from megakernel.sampling import SamplingParams
+from megakernel.scheduler.simulate import Simulation, simulate
+from megakernel.settings import read_settings
+from megakernel.show import Stages, emit, errors, reported, size, table
+from megakernel.tasks.record import MAX_ROWS
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Compile a transformer into one persistent kernel and decode with it.",
+)  # fmt: skip
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help='A Hugging Face folder, a .gguf file, "demo", or a published shape such as llama-3.2-1b, which gets '
+        "seeded random weights.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+DeviceName = Annotated[str, typer.Option("--device", help="Device to run on; `megakernel devices` lists them.")]
+TargetName = Annotated[
+    str | None, typer.Option("--target", help="Target to build for, such as sm_90a; default: the device's own.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="Type of weights: f32, bf16 or f16.")]
+KvDtype = Annotated[str | None, typer.Option("--kv-dtype", help="Type of the KV cache; default: that of weights.")]
+Slots = Annotated[int, typer.Option("--max-slots", help="Sequences at once.")]
+Context = Annotated[
+    int | None, typer.Option("--max-context", help="Tokens of prompt and output; default 4096 or the model's limit.")
+]
+Rows = Annotated[int, typer.Option("--max-rows", help=f"Tokens that one step computes, 1 to {MAX_ROWS}.")]
+Workers = Annotated[int | None, typer.Option("--workers", help="Resident workers; default: all of the target's.")]
+Policy = Annotated[str, typer.Option("--policy", help="How tasks are placed: balanced, critical_path, round_robin.")]
+
+
+@app.command()
+@reported
+def devices(as_json: Json = False) -> None:
+    """List the devices, each with whether it can be used and why not."""
+    rows = []
+    for device in list_devices():
+        state = device.availability()
+        target = device.target if state.usable else None
+        if as_json:
+            emit({
+                "device": device.name, "usable": state.usable, "reason": state.reason,
+                "description": state.description, "target": asdict(target) if target else None,
+            })  # fmt: skip
+        found = f"{target.name}, {target.workers} workers" if target else ""
+        rows.append((device.name, "yes" if state.usable else "no", found, state.description or state.reason))
+    if not as_json:
+        table(("device", "usable", "target", "what, or why not"), rows)
+
+
+@app.command("build")
+@reported
+def build_command(
+    model: Model,
+    target: TargetName = None,
+    device: Annotated[str | None, typer.Option(help="Build for this device instead of a named target.")] = None,
+    dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = None,
+    max_slots: Slots = 8,
+    max_context: Context = None,
+    max_rows: Rows = MAX_ROWS,
+    workers: Workers = None,
+    policy: Policy = "balanced",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the program to this new folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Build the program of a model: plan, verify, compile, cache; with --output save it."""
+    settings = read_settings()
+    with Stages(as_json) as progress:
+        where, goal = target_and_compiler(target, device, workers, settings)
+        origin = open_origin(model, dtype=dtype, cache=settings.cache, progress=progress)
+        try:
+            program = build(
+                origin, goal, where, settings, progress, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots,
+                max_context=max_context, max_rows=max_rows, policy=policy,
+            )  # fmt: skip
+        finally:
+            origin.close()
+        saved = program.save(output) if output else None
+    m = program.manifest
+    facts: dict[str, Any] = {
+        "name": m.name, "target": m.target, "workers": m.workers, "dtype": m.dtype, "kv_dtype": m.kv_dtype,
+        "nodes": len(m.nodes), "records": m.workers * m.queue_length, "counters": m.counter_count,
+        "weights_bytes": m.weights_bytes, "stream_bytes": m.stream_bytes, "workspace_bytes": m.workspace_bytes,
+        "max_slots": m.max_slots, "max_context": m.max_context, "binary": str(program.binary),
+        "saved": str(saved) if saved else None,
+    }  # fmt: skip
+    if as_json:
+        emit(facts)
+    else:
+        table(("", m.name), [(k, size(v) if k.endswith("_bytes") else v) for k, v in facts.items() if v is not None])
+
+
+@app.command()
+@reported
+def generate(
+    model: Model,
+    prompt: Annotated[str | None, typer.Argument(help="The text; - or nothing reads standard input.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Prompt as token ids, 1,2,3, instead of a text.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message in the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message before it; with --chat.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest; 0: off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest with this total probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out tokens less likely than this times the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Of tokens in prompt or output; 1: off.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Of tokens in the output, -2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Of tokens in the output, for each time, -2 to 2.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of sampling (default: drawn) and of a shape's weights.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given again.")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Report this many log-probabilities (with --json).")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
+    device: DeviceName = "cpu",
+    dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = None,
+    max_context: Context = None,
+    workers: Workers = None,
+    steps_per_launch: Annotated[int | None, typer.Option(help="Most steps of one launch.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate text, printed as it comes. With --json a line for each token; the last line has everything."""
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        seed=seed, stop=stop, logprobs=logprobs, ignore_eos=ignore_eos,
+    )  # fmt: skip
+    given = _prompt(prompt, token_ids, chat)
+    with Stages(as_json) as progress:
+        llm = LLM(
+            model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=1, max_context=max_context,
+            workers=workers, seed=seed or 0, steps_per_launch=steps_per_launch, progress=progress,
+        )  # fmt: skip
+    with llm:
+        if chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            given = llm.chat_prompt([*messages, {"role": "user", "content": given}])
+        _print_stream(llm, llm.generate(given, params, stream=True), as_json)
+
+
+@app.command("schedule")
+@reported
+def schedule_command(
+    model: Model,
+    target: TargetName = None,
+    device: Annotated[str | None, typer.Option(help="Plan for this device instead of a named target.")] = None,
+    dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = None,
+    max_slots: Slots = 8,
+    max_context: Context = None,
+    max_rows: Rows = MAX_ROWS,
+    workers: Workers = None,
+    policy: Policy = "balanced",
+    context: Annotated[int, typer.Option(help="Tokens in the cache, for the simulated times.")] = 512,
+    worker: Annotated[int | None, typer.Option(help="Print this worker's whole queue.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the queues, their waits, and what `simulate` says of a step. Needs no compiler."""
+    settings = read_settings()
+    goal = planned_target(target, device, workers, settings)
+    made = make_plan(
+        open_origin(model, dtype=dtype, cache=settings.cache).config, goal, dtype=dtype, kv_dtype=kv_dtype,
+        max_slots=max_slots, max_context=max_context, max_rows=max_rows, policy=policy,
+    )  # fmt: skip
+    said = simulate(made.schedule, goal, context)
+    if worker is not None and not 0 <= worker < made.schedule.workers:
+        raise InvalidRequest(f"--worker: expected 0 to {made.schedule.workers - 1}, got {worker}")
+    entries = [
+        {
+            "worker": w, "index": i, "node": made.schedule.nodes[e.node].name, "first": e.first, "count": e.count,
+            "waits": [[wait.counter, wait.count] for wait in e.waits], "signal": e.signal,
+        }
+        for w, queue in enumerate(made.schedule.queues)
+        if worker is None or w == worker
+        for i, e in enumerate(queue)
+    ]  # fmt: skip
+    if as_json:
+        for entry in entries:
+            emit(entry)
+        emit(json.loads(said.to_json(spans=False)))
+        return
+    if worker is not None:
+        rows = [
+            (i, made.schedule.nodes[e.node].name, f"{e.first}+{e.count}",
+             " ".join(f"{w.counter}>={w.count}" for w in e.waits), "" if e.signal is None else e.signal)
+            for i, e in enumerate(made.schedule.queues[worker])
+        ]  # fmt: skip
+        table(("", "node", "tiles", "waits for counter >= count x step", "signals"), rows, f"queue of worker {worker}")
+    _print_simulation(said, len(entries), made.schedule.counters)
+
+
+@app.command()
+@reported
+def source(
+    model: Model,
+    target: TargetName = None,
+    device: Annotated[str | None, typer.Option(help="For this device instead of a named target.")] = None,
+    dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = None,
+    workers: Workers = None,
+    header: Annotated[bool, typer.Option("--header", help="Print the generated header of structures instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the generated source of a model's kernel. Needs no compiler."""
+    settings = read_settings()
+    goal = planned_target(target, device, workers, settings)
+    config = open_origin(model, dtype=dtype, cache=settings.cache).config
+    made = plan_source(make_plan(config, goal, dtype=dtype, kv_dtype=kv_dtype))
+    text = "\n".join(made.headers.values()) if header else made.text
+    if as_json:
+        emit({"target": goal.name, "lines": len(text.splitlines()), "source": text})
+    else:
+        sys.stdout.write(text)
+
+
+@app.command()
+@reported
+def bench(
+    model: Model,
+    device: DeviceName = "cpu",
+    dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = None,
+    context: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; may be given again.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens timed in each run.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Runs of every contender, in alternation.")] = 3,
+    workers: Workers = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="transformers, llama.cpp; default: those installed. none: only us.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Time decoding at batch 1, beside a plain read of the same bytes and other programs that are installed."""
+    with Stages(as_json) as progress:
+        rows = list(
+            benchmarks.compare(
+                model, device=device, dtype=dtype, kv_dtype=kv_dtype, contexts=tuple(context or (32, 512)),
+                tokens=tokens, rounds=rounds, workers=workers, against=against, progress=progress,
+            )
+        )  # fmt: skip
+    if as_json:
+        for row in rows:
+            emit(asdict(row))
+        return
+    table(
+        ("program", "context", "us a token", "tokens/s", "GB/s", "of plain read", "launches a token", "tokens hash"),
+        [
+            (r.program, r.context, f"{r.us_per_token:,.0f}", f"{r.tokens_per_s:.1f}", f"{r.gbps:.2f}",
+             f"{r.of_plain_read:.2f}", f"{r.launches_per_token:.3f}" if r.launches_per_token else "", r.tokens_hash)
+            for r in rows
+        ],
+    )  # fmt: skip
+    for row in rows:
+        if row.note:
+            errors.print(f"{row.program}: {row.note}", markup=False)
+
+
+@app.command("fetch-demo")
+@reported
+def fetch_demo_command(as_json: Json = False) -> None:
+    """Fetch the demo model (98 MB) into the cache folder; does nothing when it is there."""
+    with Stages(as_json) as progress:
+        path = fetch_demo(read_settings().cache, progress)
+    if as_json:
+        emit({"path": str(path), "bytes": path.stat().st_size})
+    else:
+        sys.stdout.write(f"{path}\n")
+
+
+def _prompt(text: str | None, token_ids: str | None, chat: bool) -> Prompt:
+    if token_ids is not None:
+        if text is not None or chat:
+            raise InvalidRequest("--token-ids: expected no text and no --chat beside it")
+        try:
+            return [int(part) for part in token_ids.replace(",", " ").split()]
+        except ValueError as e:
+            raise InvalidRequest(f"--token-ids: expected integers such as 1,2,3, got {token_ids!r}") from e
+    if text is None or text == "-":
+        if sys.stdin.isatty():
+            raise InvalidRequest("prompt: expected a text, --token-ids, or text on standard input")
+        return sys.stdin.read().rstrip("\n")
+    return text
+
+
+def _print_stream(llm: LLM, outputs: Iterator[Output], as_json: bool) -> None:
+    last: Output | None = None
+    for last in outputs:
+        if as_json:
+            line: dict[str, Any] = {"token_id": last.token_ids[-1] if last.token_ids else None, "text": last.delta}
+            if last.logprobs:
+                line |= {"logprob": last.logprobs[-1].logprob, "top": [list(t) for t in last.logprobs[-1].top]}
+            emit(line)
+        else:
+            sys.stdout.write(last.delta if llm.tokenizer else f"{last.token_ids[-1]} ")
+            sys.stdout.flush()
+    assert last is not None and last.timings is not None
+    llm.close()  # so that the counts below are final
+    stats = llm.stats()
+    if as_json:
+        emit({
+            "prompt_token_ids": last.prompt_token_ids, "token_ids": last.token_ids, "text": last.text,
+            "finish_reason": last.finish_reason, "timings": asdict(last.timings), "steps": stats.steps,
+            "launches": stats.launches, "launches_per_token": stats.launches_per_token,
+        })  # fmt: skip
+        return
+    sys.stdout.write("\n")
+    errors.print(
+        f"{len(last.token_ids)} tokens, {last.timings.tokens_per_s:.1f} tokens/s, first token after "
+        f"{last.timings.first_token_s:.3f} s, {stats.launches} launches; {last.finish_reason}", highlight=False,
+    )  # fmt: skip
+
+
+def _print_simulation(said: Simulation, entries: int, counters: int) -> None:
+    table(
+        ("simulated step", f"{said.target}, {said.policy}, context {said.context}"),
+        [
+            ("entries shown", entries), ("counters", counters), ("time", f"{said.makespan_us:,.1f} us"),
+            ("floor (bytes at full rate)", f"{said.floor_us:,.1f} us, {said.efficiency:.0%} of the time"),
+            ("bytes", size(said.stream_bytes)),
+            ("idle, least and most", f"{min(said.idle_us):,.1f} and {max(said.idle_us):,.1f} us"),
+            ("critical path", f"{len(said.critical_path)} entries"),
+        ],
+    )  # fmt: skip
+
+
+def main() -> None:
+    app()

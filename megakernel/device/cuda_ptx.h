@@ -1,0 +1,197 @@
+// The instructions that have no C++ spelling, each as one function. Compute capability 8.0 and later; what 9.0 adds
+// (bulk copies, waits that suspend) has a slower form for older devices here and nowhere else.
+#pragma once
+
+namespace megakernel::dev {
+
+#define MK_DEVICE __device__ __forceinline__
+
+#if __CUDA_ARCH__ >= 900
+constexpr bool kBulkCopies = true;
+#else
+constexpr bool kBulkCopies = false;
+#endif
+
+MK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// ------------------------------------------------------------------------------------------------ barriers
+// A barrier completes a phase when its count of arrivals came and the bytes it expects have landed.
+MK_DEVICE void barrier_init(uint64_t* barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+MK_DEVICE void barrier_arrive(uint64_t* barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Whether the phase with this parity is complete. On 9.0 the thread sleeps for a while before the answer is no.
+MK_DEVICE bool barrier_try(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#else
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#endif
+  return done != 0;
+}
+
+// Makes barrier_init, and ordinary writes to shared memory, visible to the copy engine.
+MK_DEVICE void fence_shared_for_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Orders what this thread has seen of global memory before copies that it starts.
+MK_DEVICE void fence_global_for_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------ copies
+// Arrivals of a stage's full barrier: one with bulk copies, else one of each lane of the producer.
+constexpr uint32_t kFullArrivals = kBulkCopies ? 1 : 32;
+
+MK_DEVICE uint64_t streaming_policy() {
+  uint64_t policy = 0;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Starts the copy of `bytes` (a multiple of 16, both sides aligned to 16) and arrives at `barrier`, which completes
+// when all have landed. Called by the whole warp.
+MK_DEVICE void copy_to_shared(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+  const uint32_t lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
+  }
+  __syncwarp();
+#else
+  for (uint32_t at = lane * 16; at < bytes; at += 512) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to) + at),
+                 "l"(static_cast<const char*>(from) + at), "l"(policy) : "memory");
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+
+MK_DEVICE void prefetch_to_l2(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------ global memory
+struct alignas(16) Quad {
+  uint32_t x, y, z, w;
+};
+
+MK_DEVICE Quad load_quad(const void* p) {  // may be seen at any time, never from a stale cache line
+  Quad v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+MK_DEVICE uint32_t load_word(const void* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+MK_DEVICE void store_word(void* p, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+MK_DEVICE Quad load_constant_quad(const void* p) {  // weights: never written during a launch
+  Quad v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+MK_DEVICE float load_constant(const float* p) {
+  float v;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+
+MK_DEVICE uint64_t load_acquire(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+MK_DEVICE uint64_t load_acquire_system(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+MK_DEVICE void store_release(uint64_t* p, uint64_t v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+MK_DEVICE void store_release_system(uint64_t* p, uint64_t v) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+MK_DEVICE void add_release(uint64_t* p, uint64_t v) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+MK_DEVICE uint64_t clock_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+// ------------------------------------------------------------------------------------------------ matrix cores
+// d[16 x 8] += a[16 x 16] b[16 x 8]; a1 and a3 are rows 8 to 15 of a.
+template <bool kHalf>
+MK_DEVICE void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  if constexpr (kHalf) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+// Two floats, rounded to nearest even, in one word; `low` in the low half.
+template <bool kHalf>
+MK_DEVICE uint32_t pack(float low, float high) {
+  uint32_t v;
+  if constexpr (kHalf) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  }
+  return v;
+}
+
+MK_DEVICE float half_to_float(uint16_t bits) {
+  float v;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+  return v;
+}
+
+MK_DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
+MK_DEVICE uint32_t as_bits(float v) { return __float_as_uint(v); }
+MK_DEVICE float exp2_fast(float x) {
+  float v;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(x));
+  return v;
+}
+
+}  // namespace megakernel::dev

@@ -1,0 +1,169 @@
+"""A model to talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.device.device import Device
+from megakernel.devices import open_device
+from megakernel.engine import Engine, EngineStats
+from megakernel.errors import InvalidRequest
+from megakernel.opening import build, load, target_of
+from megakernel.origin import Progress, open_origin
+from megakernel.output import Flow, Output
+from megakernel.probe import forced_logits
+from megakernel.runtime import MemoryReport
+from megakernel.sampling import SamplingParams
+from megakernel.settings import Settings, read_settings
+from megakernel.tasks.record import MAX_ROWS
+
+Prompt: TypeAlias = "str | Sequence[int]"
+
+
+class LLM:
+    """Opens a model on a device and keeps it resident until `close`; a context manager."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str | Device = "cpu",
+        dtype: str = "bf16",
+        kv_dtype: str | None = None,
+        max_slots: int = 8,
+        max_context: int | None = None,
+        max_rows: int = MAX_ROWS,
+        workers: int | None = None,
+        target: str | None = None,
+        policy: str = "balanced",
+        seed: int = 0,
+        kv_pages: int | None = None,
+        steps_per_launch: int | None = None,
+        chaos: bool = False,
+        settings: Settings | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """`model`: a checkpoint folder, a .gguf file, "demo", or a published shape (random weights of `seed`).
+
+        max_context: tokens of prompt and output together; default 4096, or the model's own limit if that is less.
+        workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
+        """
+        chosen = settings or read_settings()
+        where = open_device(device) if isinstance(device, str) else device
+        origin = open_origin(model, seed=seed, dtype=dtype, cache=chosen.cache, progress=progress)
+        try:
+            self.program = build(
+                origin, target_of(where, target, workers, chosen), where, chosen, progress,
+                dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context, max_rows=max_rows,
+                policy=policy, chaos=chaos,
+            )  # fmt: skip
+            runtime = load(self.program, where, origin, chosen, kv_pages=kv_pages, progress=progress)
+        finally:
+            origin.close()
+        self.name = origin.name
+        self.tokenizer = origin.tokenizer
+        self.generation = origin.generation
+        self.engine = Engine(
+            runtime,
+            stop_ids=origin.generation.eos_token_ids,
+            steps_per_launch=steps_per_launch or chosen.steps_per_launch,
+        )
+
+    # ------------------------------------------------------------------------------------------ generating
+    @overload
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, stream: Literal[False] = False
+    ) -> list[Output]: ...
+
+    @overload
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None, stream: Literal[True]
+    ) -> Iterator[Output]: ...
+
+    @overload
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, stream: Literal[True]
+    ) -> Iterator[Output]: ...
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, stream: bool = False
+    ) -> list[Output] | Iterator[Output]:
+        """One prompt (a text, or token ids) or a list of them. One Output for each prompt in order; with `stream`, an
+        Output for every token of any prompt as it comes, whose end cancels what is not read.
+
+        Raises InvalidRequest, CapacityError, DeviceFault, EngineClosed."""
+        chosen = params or SamplingParams()
+        if chosen.stop_texts and self.tokenizer is None:
+            raise InvalidRequest(f"stop: {self.name} has no tokenizer, so no text to stop at; use stop_token_ids")
+        encoded = [self._encode(p) for p in _prompt_list(prompts)]
+        flow = Flow(self.engine, self.tokenizer, encoded, chosen, stream)
+        if stream:
+            return flow.updates()
+        last = {output.index: output for output in flow.updates()}
+        return [last[i] for i in range(len(encoded))]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        **template_values: Any,
+    ) -> Output:
+        """The model's answer to a conversation of {"role": ..., "content": ...} messages."""
+        return self.generate(self.chat_prompt(messages, tools, **template_values), params)[0]
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **template_values: Any
+    ) -> str:
+        """A conversation as text, by the checkpoint's own template."""
+        if self.tokenizer is None:
+            raise InvalidRequest(f"{self.name} has no tokenizer and so no chat template; give token ids")
+        return self.tokenizer.apply_chat_template(messages, tools, True, **template_values)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest(f"prompt: {self.name} has no tokenizer; give token ids instead of a text")
+            return prompt, self.tokenizer.encode(prompt)
+        return None, [int(i) for i in prompt]
+
+    # ------------------------------------------------------------------------------------------ looking inside
+    def logits(self, token_ids: Sequence[int], start: int = 0) -> npt.NDArray[np.float32]:
+        """Float32 logits after token `start` and each one after it, [len(token_ids) - start, vocab].
+
+        The first `start` + 1 tokens are a prompt, the others are forced one a launch: slow, for checking numbers."""
+        return self.engine.exclusive(lambda runtime: forced_logits(runtime, token_ids, start))
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def memory(self) -> MemoryReport:
+        return self.engine.runtime.memory()
+
+    def close(self) -> None:
+        """End the workers and free everything. Idempotent."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a text, a list of ids, a list of texts, a list of lists of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and not isinstance(items[0], (str, Sequence, np.ndarray)):
+        return [items]  # type: ignore[list-item]  # ids of one prompt
+    if not items:
+        raise InvalidRequest("prompt: expected a text or token ids, got an empty list")
+    return items  # type: ignore[return-value]

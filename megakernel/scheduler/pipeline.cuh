@@ -1,0 +1,145 @@
+// The driver of a worker that plays all roles in turn on one thread: waits, loads, consumes and stores record by record.
+//
+// While a record waits for others, the memory that it will stream is touched ahead: it depends on nobody.
+#pragma once
+#include "megakernel/scheduler/queue.cuh"
+
+namespace megakernel {
+
+namespace pipeline {
+
+using dev::Worker;
+
+constexpr uint32_t kAheadBytes = 64 * 1024;  // touched ahead of one record at most; a part of a core's own cache
+
+template <class T>
+const typename T::Fields& fields_of(const abi::Record& record) {
+  static_assert(sizeof(typename T::Fields) <= sizeof record.payload);
+  return *reinterpret_cast<const typename T::Fields*>(record.payload);
+}
+
+template <tasks::SimpleTask T>
+MK_DEVICE void run_task(Worker& w, const abi::Record& record) {
+  if (queue::wait_all(w, record, [] {})) T::execute(w, record, fields_of<T>(record));
+}
+
+// Touches the units of a walk one cache line a call.
+template <class Walk>
+struct Ahead {
+  Worker& w;
+  Walk walk;
+  const char* at = nullptr;
+  const char* end = nullptr;
+  uint32_t left = kAheadBytes;
+
+  MK_DEVICE void operator()() {
+    if (left < 64) return;
+    left -= 64;
+    if (at >= end) {
+      if (!walk.next(w)) {
+        left = 0;
+        return;
+      }
+      at = static_cast<const char*>(walk.unit.address);
+      end = at + walk.unit.bytes;
+    }
+    dev::prefetch(at);
+    at += 64;
+  }
+};
+
+template <tasks::StreamingTask T>
+MK_DEVICE void run_task(Worker& w, const abi::Record& record) {
+  const auto& fields = fields_of<T>(record);
+  typename T::Walk walk(w, record, fields);
+  Ahead<typename T::Walk> ahead{w, walk};
+  if (!queue::wait_all(w, record, [&] { ahead(); })) return;
+  typename T::State state;
+  while (walk.next(w)) {
+    if (walk.unit.load) T::load(w, fields, state, walk);
+    T::consume(w, fields, state, walk, const_cast<void*>(walk.unit.address));
+    if (walk.unit.store) T::store(w, fields, state, walk);
+  }
+}
+
+template <uint32_t kIndex, class T, class... Rest>
+MK_DEVICE void dispatch(Worker& w, const abi::Record& record, TaskList<T, Rest...>) {
+  if (record.opcode == kIndex) return run_task<T>(w, record);
+  if constexpr (sizeof...(Rest) > 0) {
+    dispatch<kIndex + 1>(w, record, TaskList<Rest...>{});
+  } else {
+    w.fault(abi::FaultKind::kBadRecord, record.tile_begin, abi::kNone, record.opcode, kIndex);
+  }
+}
+
+template <class Tasks>
+MK_DEVICE void run_record(Worker& w, const abi::Record& record) {
+  w.record = &record;
+  dispatch<0>(w, record, Tasks{});
+  if (!w.failed) queue::signal(w, record);
+}
+
+template <class Tasks>
+MK_DEVICE void run_tickets(Worker& w, const abi::Record& record) {
+  const auto& ticket = *reinterpret_cast<const abi::Ticket*>(record.payload);
+  if (!queue::wait_all(w, record, [] {})) return;
+  while (const abi::Record* taken = queue::take_ticket(w, ticket)) {
+    run_record<Tasks>(w, *taken);
+    if (w.failed) return;
+  }
+}
+
+// One pass over the queue. False when the launch is over for this worker.
+template <class Tasks>
+MK_DEVICE bool run_queue(Worker& w) {
+  const abi::Record* record = queue::records(w);
+  for (w.record_index = 0; record->opcode != abi::kEnd; ++record, ++w.record_index) {
+    if (record->opcode == abi::kTicket) {
+      run_tickets<Tasks>(w, *record);
+    } else {
+      run_record<Tasks>(w, *record);
+    }
+    if (w.failed) return false;
+  }
+  return true;
+}
+
+// The task that makes headers, if the program has one.
+template <class T>
+concept Beginning = requires(Worker& w) { T::begin(w); };
+
+template <class T, class... Rest>
+MK_DEVICE bool begin_launch(Worker& w, TaskList<T, Rest...>) {
+  if constexpr (Beginning<T>) {
+    T::begin(w);
+    return true;
+  } else if constexpr (sizeof...(Rest) > 0) {
+    return begin_launch(w, TaskList<Rest...>{});
+  } else {
+    return false;
+  }
+}
+
+template <class... T>
+constexpr bool makes_headers(TaskList<T...>) {
+  return (Beginning<T> || ...);
+}
+
+}  // namespace pipeline
+
+// A whole launch of one worker. A program without a task that makes headers runs the one step whose header the host wrote.
+template <class Tasks>
+void run_worker(dev::Worker& w) {
+  uint64_t step = queue::launch(w)->step;
+  if (queue::roll_call(w)) {
+    if constexpr (pipeline::makes_headers(Tasks{})) {
+      if (w.id == 0) pipeline::begin_launch(w, Tasks{});
+      while (queue::begin_step(w, ++step) && pipeline::run_queue<Tasks>(w)) queue::end_step(w);
+    } else if (queue::begin_step(w, step + 1)) {
+      pipeline::run_queue<Tasks>(w);
+    }
+  }
+  queue::leave(w);
+}
+
+}  // namespace megakernel

@@ -1,0 +1,110 @@
+"""What the command line prints: JSON lines, tables, progress bars, errors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megakernel.errors import MegakernelError
+from megakernel.settings import read_settings
+
+Command = TypeVar("Command", bound=Callable[..., None])
+INTERRUPTED = 130
+
+errors = Console(stderr=True)
+
+
+def emit(value: Any) -> None:
+    """One JSON object on one line, at once."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
+    made = Table(*columns, title=title or None, title_justify="left")
+    for row in rows:
+        made.add_row(*(str(cell) for cell in row))
+    Console(soft_wrap=not sys.stdout.isatty()).print(made)
+
+
+def size(count: float) -> str:
+    """Bytes for people: "98.4 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+class Stages:
+    """Progress bars on stderr, one a stage; nothing when stderr is no terminal. A context manager and a callback."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._bars = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(),
+            console=errors, transient=True, disable=quiet or not errors.is_terminal,
+        )  # fmt: skip
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            for earlier in self._tasks.values():
+                self._bars.stop_task(earlier)
+            self._tasks[stage] = self._bars.add_task(stage, total=total or None)
+        self._bars.update(self._tasks[stage], completed=done, total=total or None)
+
+    def __enter__(self) -> Stages:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+
+def reported(command: Command) -> Command:
+    """A command whose errors are one clear message and exit status 1; Ctrl-C ends it with 130.
+
+    With `--json` the message is a JSON line too. MEGAKERNEL_DEBUG shows the traceback."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            errors.print("stopped")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # the reader of our output went away
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except MegakernelError as e:
+            if _debug():
+                raise
+            if kwargs.get("as_json"):
+                emit({"error": type(e).__name__, "message": str(e)})
+            errors.print(f"[bold red]error:[/] {_escaped(str(e))}", highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+
+    return wrapper  # type: ignore[return-value]  # same signature, by functools.wraps
+
+
+def _debug() -> bool:
+    try:
+        return read_settings().debug > 0
+    except MegakernelError:  # the settings themselves are what is wrong; they are reported by the caller
+        return False
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")

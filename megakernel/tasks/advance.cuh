@@ -1,0 +1,206 @@
+// The end of a step and the beginning of the next. See advance.py for the rules.
+#pragma once
+#include "megakernel/tasks/task.cuh"
+
+namespace megakernel::tasks {
+
+struct AdvanceConfig {};
+
+template <AdvanceConfig kConfig>
+struct Advance {
+  using Fields = abi::AdvanceFields;
+
+  MK_DEVICE static void execute(Worker& w, const abi::Record&, const Fields& f) {
+    if (w.lane() == 0) take_tokens(w, workspace<const abi::SampleResult>(w, f.result));
+    w.sync();
+    take_commands(w);
+    if (w.lane() == 0) {
+      report_events(w);
+      // Every worker has left this step before a header is overwritten: two of them alternate.
+      const uint64_t finished = w.step * w.args.workers - 1;
+      if (w.wait(&launch(w)->finished, finished, abi::FaultKind::kHeaderBudget, abi::kNone)) publish(w, w.step + 1);
+    }
+    w.sync();
+  }
+
+  // The first header of a launch, made by worker 0 when all have answered the roll-call.
+  MK_DEVICE static void begin(Worker& w) {
+    take_commands(w);
+    if (w.lane() == 0) {
+      report_events(w);
+      publish(w, launch(w)->step + 1);
+    }
+    w.sync();
+  }
+
+ private:
+  MK_DEVICE static abi::LaunchState* launch(const Worker& w) {
+    return reinterpret_cast<abi::LaunchState*>(w.args.launch);
+  }
+  MK_DEVICE static abi::SlotState* slots(const Worker& w) { return reinterpret_cast<abi::SlotState*>(w.args.slots); }
+
+  MK_DEVICE static uint16_t* seen(const Worker& w, uint32_t slot) {
+    return reinterpret_cast<uint16_t*>(w.args.seen) + uint64_t(slot) * w.args.vocab;
+  }
+
+  MK_DEVICE static int32_t* tokens(const Worker& w, uint32_t slot) {
+    return reinterpret_cast<int32_t*>(w.args.tokens) + uint64_t(slot) * w.args.max_context;
+  }
+
+  MK_DEVICE static bool penalised(const abi::Sampling& o) {
+    return o.repetition_penalty != 1.0f || o.presence_penalty != 0.0f || o.frequency_penalty != 0.0f;
+  }
+
+  // Entry for the next event; report_events makes all of them visible.
+  MK_DEVICE static abi::TokenEvent* next_event(Worker& w) {
+    auto* ring = reinterpret_cast<abi::TokenRing*>(w.args.ring);
+    return &ring->entry[launch(w)->ring_written++ % abi::kRingEntries];
+  }
+
+  MK_DEVICE static void report_events(Worker& w) {
+    auto* ring = reinterpret_cast<abi::TokenRing*>(w.args.ring);
+    const uint64_t written = launch(w)->ring_written;
+    if (ring->written == written) return;
+    dev::store_release_system(&ring->written, written);  // orders the entries before the count
+    w.notify_host();
+  }
+
+  MK_DEVICE static void take_tokens(Worker& w, const abi::SampleResult* results) {
+    const abi::StepHeader& h = *w.header;
+    for (uint32_t r = 0; r < h.rows; ++r) {
+      const abi::Row& row = h.row[r];
+      abi::SlotState& slot = slots(w)[row.slot];
+      slot.position = row.position + 1;
+      if (row.sample != abi::kNone) take_token(w, row, slot, results[row.sample]);
+    }
+    launch(w)->steps_run += 1;
+  }
+
+  MK_DEVICE static void take_token(
+      Worker& w, const abi::Row& row, abi::SlotState& slot, const abi::SampleResult& result) {
+    const uint32_t position = row.position + 1;  // of the new token
+    slot.last_token = result.token;
+    if (position < w.args.max_context) tokens(w, row.slot)[position] = result.token;
+    if (penalised(slot.sampling)) {
+      uint16_t& mark = seen(w, row.slot)[result.token];
+      if ((mark & 0x7fff) != 0x7fff) ++mark;
+    }
+    abi::Finish finish = position + 1 >= slot.limit ? abi::Finish::kLength : abi::Finish::kNone;
+    for (uint32_t i = 0; i < slot.stop_count; ++i) {
+      if (slot.stop[i] == result.token) finish = abi::Finish::kStop;
+    }
+    abi::TokenEvent& event = *next_event(w);
+    event.kind = uint32_t(abi::EventKind::kToken);
+    event.slot = row.slot;
+    event.request = slot.request;
+    event.token = result.token;
+    event.position = position;
+    event.finish = uint32_t(finish);
+    event.logprob = result.logprob;
+    event.top_count = result.top_count;
+    event.step = w.step;
+    event.time_ns = dev::clock_ns();
+    for (uint32_t i = 0; i < result.top_count; ++i) {
+      event.top_token[i] = result.top_token[i];
+      event.top_logprob[i] = result.top_logprob[i];
+    }
+    launch(w)->tokens_out += 1;
+    if (finish != abi::Finish::kNone) slot.status = uint32_t(abi::SlotStatus::kFree);
+  }
+
+  MK_DEVICE static void take_commands(Worker& w) {
+    auto* mailbox = reinterpret_cast<abi::Mailbox*>(w.args.mailbox);
+    const uint64_t posted = w.broadcast(dev::load_acquire_system(&mailbox->posted));
+    const uint64_t taken = launch(w)->mailbox_taken;
+    for (uint64_t i = taken; i < posted; ++i) {
+      const abi::Command& command = mailbox->entry[i % abi::kMailboxEntries];
+      if (command.kind == uint32_t(abi::CommandKind::kAdmit)) {
+        if (penalised(command.state.sampling)) mark_prompt(w, command);
+        if (w.lane() == 0) slots(w)[command.slot] = command.state;
+      } else if (command.kind == uint32_t(abi::CommandKind::kCancel) && w.lane() == 0) {
+        cancel(w, command);
+      }
+      w.sync();
+    }
+    if (w.lane() == 0 && posted != taken) {
+      launch(w)->mailbox_taken = posted;
+      dev::store_release_system(&mailbox->taken, posted);
+    }
+    w.sync();
+  }
+
+  MK_DEVICE static void mark_prompt(Worker& w, const abi::Command& command) {
+    uint16_t* marks = seen(w, command.slot);
+    for (uint32_t i = w.lane(); i < w.args.vocab; i += w.lanes()) marks[i] = 0;
+    w.sync();
+    const int32_t* prompt = tokens(w, command.slot);
+    for (uint32_t i = w.lane(); i < command.state.prompt_length; i += w.lanes()) marks[prompt[i]] = 0x8000;
+  }
+
+  MK_DEVICE static void cancel(Worker& w, const abi::Command& command) {
+    abi::SlotState& slot = slots(w)[command.slot];
+    if (slot.status != uint32_t(abi::SlotStatus::kActive) || slot.request != command.request) return;
+    slot.status = uint32_t(abi::SlotStatus::kFree);
+    abi::TokenEvent& event = *next_event(w);
+    event.kind = uint32_t(abi::EventKind::kRetired);
+    event.slot = command.slot;
+    event.request = command.request;
+    event.token = -1;
+    event.position = slot.position;
+    event.finish = uint32_t(abi::Finish::kCancelled);
+    event.logprob = 0.0f;
+    event.top_count = 0;
+    event.step = launch(w)->step;
+    event.time_ns = dev::clock_ns();
+  }
+
+  MK_DEVICE static void publish(Worker& w, uint64_t step) {
+    abi::LaunchState* state = launch(w);
+    abi::StepHeader& h = reinterpret_cast<abi::StepHeader*>(w.args.headers)[step & 1];
+    h.step = step;
+    fill_rows(w, h);
+    abi::ExitReason exit = abi::ExitReason::kRunning;
+    if (state->step >= w.args.step_limit) exit = abi::ExitReason::kSteps;
+    if (h.rows == 0) exit = abi::ExitReason::kIdle;
+    h.exit = uint32_t(exit);
+    if (exit == abi::ExitReason::kRunning) state->step = step;
+    state->exit = uint32_t(exit);
+    dev::store_release(&state->published, step);  // orders the header and the slots before the count
+  }
+
+  // One row for each slot past its prompt, then prompt tokens while there is room.
+  MK_DEVICE static void fill_rows(Worker& w, abi::StepHeader& h) {
+    h.rows = 0;
+    h.sampled = 0;
+    const uint32_t room = w.args.max_rows, count = w.args.max_slots;
+    const uint32_t start = count > room ? uint32_t(h.step % count) : 0;  // more slots than rows: take turns
+    for (uint32_t i = 0; i < count && h.rows < room; ++i) {
+      const uint32_t index = (start + i) % count;
+      const abi::SlotState& slot = slots(w)[index];
+      const bool active = slot.status == uint32_t(abi::SlotStatus::kActive);
+      if (active && slot.position >= slot.prompt_length) add_row(h, index, slot.last_token, slot.position, slot.position, true);
+    }
+    for (uint32_t index = 0; index < count && h.rows < room; ++index) {
+      const abi::SlotState& slot = slots(w)[index];
+      if (slot.status != uint32_t(abi::SlotStatus::kActive)) continue;
+      const int32_t* prompt = tokens(w, index);
+      for (uint32_t p = slot.position; p < slot.prompt_length && h.rows < room; ++p) {
+        add_row(h, index, prompt[p], p, slot.position, p + 1 == slot.prompt_length);
+      }
+    }
+  }
+
+  MK_DEVICE static void add_row(
+      abi::StepHeader& h, uint32_t slot, int32_t token, uint32_t position, uint32_t first, bool sampled) {
+    abi::Row& row = h.row[h.rows];
+    row.token = token;
+    row.slot = slot;
+    row.position = position;
+    row.first = first;
+    row.sample = sampled ? h.sampled : abi::kNone;
+    if (sampled) h.sample_row[h.sampled++] = h.rows;
+    ++h.rows;
+  }
+};
+
+}  // namespace megakernel::tasks

@@ -1,0 +1,28 @@
+// Rows of a table. See embedding.py for the formula.
+#pragma once
+#include "megakernel/tasks/task.cuh"
+
+namespace megakernel::tasks {
+
+struct EmbeddingConfig {
+  DType dtype = DType::kF32;
+};
+
+template <EmbeddingConfig kConfig>
+struct Embedding {
+  using Fields = abi::EmbeddingFields;
+
+  MK_DEVICE static void execute(Worker& w, const abi::Record& record, const Fields& f) {
+    const uint32_t first = record.tile_begin * f.tile_cols;
+    const uint32_t width = least(f.cols - first, record.tile_count * f.tile_cols);
+    float* out = workspace<float>(w, f.output) + first;
+    const char* table = weights<char>(w, f.table);
+    const uint64_t row_bytes = uint64_t(f.cols) * dev::bytes_of(kConfig.dtype);
+    w.for_each(w.header->rows, width, [&](uint32_t r, uint32_t i, auto part) {
+      const char* row = table + uint32_t(w.header->row[r].token) * row_bytes;
+      dev::store(out + uint64_t(r) * f.cols + i, dev::load_as<kConfig.dtype>(row, first + i, part) * f.scale, part);
+    });
+  }
+};
+
+}  // namespace megakernel::tasks

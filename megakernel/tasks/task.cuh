@@ -1,0 +1,115 @@
+// What a task's device half is, and what it may ask of a device.
+//
+// A device header (included before this file, after the generated records) defines in namespace megakernel::dev:
+//
+//   MK_DEVICE              qualifiers of every function here
+//   Vf, Vi, Vu             kWidth floats, int32_t, uint32_t: a vector where one thread has vector units, a plain
+//                          scalar where the threads of a group are the vector. Arithmetic and comparison operators;
+//                          select(mask, a, b), to_vf(Vi or Vu), to_vu(Vi), bits(Vf) -> Vu, splat(scalar)
+//   exp, log, tanh, erf    of Vf; sqrt(float), exp(float), log(float)
+//   load(p, part), store(p, v, part), where(part, v, fill), iota(i)
+//                          `part` comes from for_each: all kWidth elements or fewer; a partial load gives zeros beyond
+//   to_float(DType tag, bits), element<DType>(p, i)                  one stored element as float
+//   put<DType>(p, i, float)                                          rounded to nearest even and stored
+//   dot_tile<DType, n>(worker, out, ld_out, x, ld_x, tile, rows, k, accumulate)
+//                          out[r, j] (+)= sum over c of x[r, c] * tile(c, j), c ascending in one chain for each output,
+//                          whatever `rows` is. `tile` is in the order that tile_index describes
+//   tile_index<DType, n>(c, j)                                       where element (c, j) of such a tile is
+//   load_acquire, store_release, add_release, fetch_add, ...         between workers; *_system with the host
+//
+// and `Worker`, a group of threads that runs one role of one worker:
+//
+//   w.args, w.header, w.step, w.id       KernelArgs, StepHeader of this step, its number, index of the worker
+//   w.lane(), w.lanes(), w.sync()        1 lane on a CPU
+//   w.for_each(n, f)                     f(i, part) for i in [0, n), kWidth elements a call, dealt over lanes
+//   w.for_each(rows, n, f)               f(r, i, part)
+//   w.sum(Vf), w.max(Vf), w.min(Vf), w.sum(Vu), w.any(mask), w.broadcast(value)    over the group; a fixed order
+//   w.scratch<T>(n)                      memory of this worker, valid until the record ends
+//   w.fault(kind, tile, counter, value, target)   writes the fault record and stops the launch
+#pragma once
+
+#if defined(__cpp_concepts) && !defined(MEGAKERNEL_NO_STD)
+#include <concepts>
+#endif
+
+namespace megakernel::tasks {
+
+using dev::Worker;
+
+// One contiguous piece of memory that a streaming task reads: weights, or a page of keys and values. It never depends
+// on what other workers do in this step, so it may be fetched any time ahead.
+struct Unit {
+  const void* address;
+  uint32_t bytes;
+  uint32_t tile;
+  uint32_t index;  // of this unit within its tile
+  bool load;       // the activations of what follows are to be brought in before this unit
+  bool store;      // after this unit a result is complete
+};
+
+#if defined(__cpp_concepts) && !defined(MEGAKERNEL_NO_STD)
+// Runs `execute` for all tiles of a record at once.
+template <class T>
+concept SimpleTask = requires(Worker& w, const abi::Record& record, const typename T::Fields& fields) {
+  { T::execute(w, record, fields) } -> std::same_as<void>;
+};
+
+// A stream of units and what is done with each. One driver owns the loops and the stages:
+//
+//   State s; Walk walk(w, record, fields);
+//   while (walk.next(w)) {
+//     if (walk.unit.load) load(w, fields, s, walk);              waits for the record's dependencies come before
+//     consume(w, fields, s, walk, stage);                        stage: the unit's bytes, in place or copied
+//     if (walk.unit.store) store(w, fields, s, walk);
+//   }
+//
+// Every role that needs the sequence has its own Walk and sees the same units. A stage may be written to by `consume`
+// (keys and values of this step go into their page); a device that streams copies writes them to the page as well.
+template <class T>
+concept StreamingTask = requires(
+    Worker& w, const abi::Record& record, const typename T::Fields& f, typename T::State& s, typename T::Walk& walk,
+    const typename T::Walk& at, void* stage) {
+  typename T::State;
+  typename T::Walk;
+  requires std::constructible_from<typename T::Walk, Worker&, const abi::Record&, const typename T::Fields&>;
+  { walk.next(w) } -> std::same_as<bool>;
+  { walk.unit } -> std::same_as<Unit&>;
+  { T::load(w, f, s, at) } -> std::same_as<void>;
+  { T::consume(w, f, s, at, stage) } -> std::same_as<void>;
+  { T::store(w, f, s, at) } -> std::same_as<void>;
+};
+
+template <class T>
+concept Task = SimpleTask<T> || StreamingTask<T>;
+#endif
+
+// Where something of the program is.
+template <class T>
+MK_DEVICE T* workspace(const Worker& w, uint32_t offset) {
+  return reinterpret_cast<T*>(w.args.workspace + offset);
+}
+
+template <class T>
+MK_DEVICE const T* weights(const Worker& w, uint64_t offset) {
+  return reinterpret_cast<const T*>(w.args.weights + offset);
+}
+
+MK_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+MK_DEVICE uint32_t most(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// First position that the row at `position` sees.
+MK_DEVICE uint32_t first_seen(uint32_t position, uint32_t window) {
+  return position >= window ? position + 1 - window : 0;
+}
+
+}  // namespace megakernel::tasks
+
+namespace megakernel {
+
+// The variants of a program; the opcode of a record is the index in this list.
+template <class... T>
+struct TaskList {
+  static constexpr uint32_t kCount = sizeof...(T);
+};
+
+}  // namespace megakernel
