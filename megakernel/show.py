@@ -34,7 +34,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str =
     made = Table(*columns, title=title or None, title_justify="left")
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
-    Console(soft_wrap=not sys.stdout.isatty()).print(made)
+    Console(width=None if sys.stdout.isatty() else 160).print(made)
 
 
 def size(count: float) -> str:

@@ -41,14 +41,11 @@ template <SampleConfig kConfig>
 struct Sample {
   using Fields = abi::SampleFields;
 
-  // One row at work. Ids are ordered by rank(z): integers in the order of the floats, so a threshold can be bisected.
+  // One row at work.
   struct Row {
     const float* logits;
-    float* z;       // penalised, divided by the temperature
-    float* weight;  // exp(z - largest z)
+    float* z;  // penalised and divided by the temperature; from `draw` on exp(z - largest z), 0 for ids below top_k
     uint32_t vocab;
-    float top;            // largest z
-    int32_t least_rank;   // ids below are not drawn
     abi::Sampling options;
   };
 
@@ -63,8 +60,7 @@ struct Sample {
     const abi::Sampling& options = reinterpret_cast<const abi::SlotState*>(w.args.slots)[row.slot].sampling;
     Row r;
     r.logits = workspace<const float>(w, f.logits) + uint64_t(s) * f.vocab;
-    r.z = workspace<float>(w, f.scaled) + uint64_t(s) * 2 * f.vocab;
-    r.weight = r.z + f.vocab;
+    r.z = workspace<float>(w, f.scaled) + uint64_t(s) * f.vocab;
     r.vocab = f.vocab;
     r.options = options;
     float top;
@@ -74,10 +70,8 @@ struct Sample {
       return;
     }
     const float raw_top = top;
-    const bool penalised = options.repetition_penalty != 1.0f || options.presence_penalty != 0.0f ||
-                           options.frequency_penalty != 0.0f;
-    if (penalised || options.temperature > 0.0f) token = scale(w, r, row.slot);
-    if (options.temperature > 0.0f) token = draw(w, r, row.position + 1);
+    if (penalised(options) || options.temperature > 0.0f) token = scale(w, r, row.slot, top);
+    if (options.temperature > 0.0f) token = draw(w, r, row.position + 1, top);
     report(w, r, raw_top, token, workspace<abi::SampleResult>(w, f.result)[s]);
   }
 
@@ -94,16 +88,20 @@ struct Sample {
     return w.max(bad) ? -1 : id;
   }
 
+  MK_DEVICE static bool penalised(const abi::Sampling& o) {
+    return o.repetition_penalty != 1.0f || o.presence_penalty != 0.0f || o.frequency_penalty != 0.0f;
+  }
+
   // Fills z and returns the id of the largest.
-  MK_DEVICE static int32_t scale(Worker& w, Row& r, uint32_t slot) {
+  MK_DEVICE static int32_t scale(Worker& w, const Row& r, uint32_t slot, float& top) {
     const abi::Sampling& o = r.options;
     const uint16_t* seen = reinterpret_cast<const uint16_t*>(w.args.seen) + uint64_t(slot) * w.args.vocab;
-    const bool penalised = o.repetition_penalty != 1.0f || o.presence_penalty != 0.0f || o.frequency_penalty != 0.0f;
+    const bool marked = penalised(o);
     const float divisor = o.temperature > 0.0f ? o.temperature : 1.0f;
     Best best;
     w.for_each(r.vocab, [&](uint32_t i, auto part) {
       dev::Vf y = dev::load(r.logits + i, part);
-      if (penalised) {
+      if (marked) {
         const dev::Vi marks = dev::load_u16(seen + i, part), zero = dev::splat(int32_t(0));
         const dev::Vi count = marks & 0x7fff;
         const dev::Vf a = dev::select(y > dev::splat(0.0f), y / o.repetition_penalty, y * o.repetition_penalty);
@@ -115,11 +113,12 @@ struct Sample {
       dev::store(r.z + i, y, part);
       best.take(y, dev::iota(i), part);
     });
-    const int32_t id = best.reduce(w, r.top);
+    const int32_t id = best.reduce(w, top);
     w.sync();
     return id;
   }
 
+  // Integers in the order of the floats, so that a threshold can be bisected.
   MK_DEVICE static dev::Vi rank(dev::Vf z) {
     const dev::Vi i = dev::as_vi(z);
     return i ^ ((i >> 31) & 0x7fffffff);
@@ -127,29 +126,28 @@ struct Sample {
 
   struct Above {
     int32_t count;
-    float mass;
+    float sum;
   };
 
-  // How many ids have at least this rank, and their weight together.
+  // How many elements of z have at least this rank, and their sum.
   MK_DEVICE static Above above(Worker& w, const Row& r, int32_t least_rank) {
     dev::Vi count = dev::splat(int32_t(0));
-    dev::Vf mass = dev::splat(0.0f);
+    dev::Vf sum = dev::splat(0.0f);
     w.for_each(r.vocab, [&](uint32_t i, auto part) {
-      const dev::Vf z = dev::where(part, dev::load(r.z + i, part), -dev::kInfinity);
-      const auto kept = rank(z) >= dev::splat(least_rank);
+      const dev::Vf z = dev::load(r.z + i, part);
+      const auto kept = rank(dev::where(part, z, -dev::kInfinity)) >= dev::splat(least_rank);
       count += dev::select(kept, dev::splat(int32_t(1)), dev::splat(int32_t(0)));
-      mass += dev::select(kept, dev::load(r.weight + i, part), dev::splat(0.0f));
+      sum += dev::select(kept, z, dev::splat(0.0f));
     });
-    return {w.sum(count), w.sum(mass)};
+    return {w.sum(count), w.sum(sum)};
   }
 
-  // The largest rank at which `enough` holds for what is above it; `low` satisfies it.
+  // The largest rank at which `enough` holds for what is above it; it holds at `low`.
   template <class Enough>
-  MK_DEVICE static int32_t bisect(Worker& w, const Row& r, int32_t low, Enough enough) {
-    int64_t lower = low, upper = int64_t(dev::rank_of(r.top)) + 1;
-    int32_t inside = above(w, r, low).count;  // ids between the two; one left means that it is the answer
-    int32_t beyond = 0;
-    while (upper - lower > 1 && inside - beyond > 1) {
+  MK_DEVICE static int32_t bisect(Worker& w, const Row& r, int32_t low, float top, Enough enough) {
+    int64_t lower = low, upper = int64_t(dev::rank_of(top)) + 1;
+    int32_t inside = above(w, r, low).count, beyond = 0;
+    while (upper - lower > 1 && inside - beyond > 1) {  // one id between the two is the answer
       const int64_t middle = lower + (upper - lower) / 2;
       const Above a = above(w, r, int32_t(middle));
       if (enough(a)) {
@@ -163,39 +161,49 @@ struct Sample {
     return int32_t(lower);
   }
 
-  MK_DEVICE static int32_t draw(Worker& w, Row& r, uint32_t position) {
+  MK_DEVICE static int32_t draw(Worker& w, const Row& r, uint32_t position, float top) {
     const abi::Sampling& o = r.options;
+    int32_t least_rank = -0x7fffffff;
+    if (o.top_k > 0 && o.top_k < r.vocab) {
+      least_rank = bisect(w, r, least_rank, top, [&](const Above& a) { return a.count >= int32_t(o.top_k); });
+    }
+    w.sync();
     w.for_each(r.vocab, [&](uint32_t i, auto part) {
-      dev::store(r.weight + i, dev::exp(dev::load(r.z + i, part) - r.top), part);
+      const dev::Vf z = dev::load(r.z + i, part);
+      const auto kept = rank(z) >= dev::splat(least_rank);
+      dev::store(r.z + i, dev::select(kept, dev::exp(z - top), dev::splat(0.0f)), part);
     });
     w.sync();
-    r.least_rank = -0x7fffffff;
-    if (o.top_k > 0 && o.top_k < r.vocab) {
-      r.least_rank = bisect(w, r, r.least_rank, [&](const Above& a) { return a.count >= int32_t(o.top_k); });
-    }
+    float least_weight = o.min_p;
     if (o.top_p < 1.0f) {
-      const float wanted = o.top_p * above(w, r, r.least_rank).mass;
-      r.least_rank = bisect(w, r, r.least_rank, [&](const Above& a) { return a.mass >= wanted; });
+      const float wanted = o.top_p * above(w, r, 0).sum;
+      const int32_t rank = bisect(w, r, 0, 1.0f, [&](const Above& a) { return a.sum >= wanted; });
+      least_weight = dev::max(least_weight, __builtin_bit_cast(float, rank));  // of no negative number: its own bits
     }
     float best = dev::kInfinity;
     int32_t id = 0x7fffffff;
-    for (uint32_t block = w.lane(); block * 4 < r.vocab; block += w.lanes()) draw_block(r, position, block, best, id);
+    for (uint32_t block = w.lane(); block * 4 < r.vocab; block += w.lanes()) {
+      draw_block(r, position, block, least_weight, best, id);
+    }
     const float least_score = w.min(best);
     return w.min(best == least_score ? id : 0x7fffffff);
   }
 
-  MK_DEVICE static void draw_block(const Row& r, uint32_t position, uint32_t block, float& best, int32_t& id) {
+  MK_DEVICE static void draw_block(
+      const Row& r, uint32_t position, uint32_t block, float least_weight, float& best, int32_t& id) {
     constexpr float kLeastDraw = 2.9e-8f;  // below the smallest -log(u)
     const uint32_t first = block * 4, end = least(first + 4, r.vocab);
-    bool wanted = false;
-    for (uint32_t i = first; i < end; ++i) wanted |= r.weight[i] * best >= kLeastDraw && r.weight[i] > 0.0f;
-    if (!wanted) return;
+    const auto wanted = [&](float weight) {
+      return weight > 0.0f && weight >= least_weight && !(weight * best < kLeastDraw);
+    };
+    bool any = false;
+    for (uint32_t i = first; i < end; ++i) any |= wanted(r.z[i]);
+    if (!any) return;
     const Philox random(position, block, r.options.seed_low, r.options.seed_high);
     for (uint32_t i = first; i < end; ++i) {
-      const bool kept = dev::rank_of(r.z[i]) >= r.least_rank && r.weight[i] >= r.options.min_p && r.weight[i] > 0.0f;
-      if (!kept) continue;
+      if (!wanted(r.z[i])) continue;
       const float u = (float(random.word[i - first] >> 8) + 0.5f) * 5.9604644775390625e-8f;
-      const float score = -dev::log(u) / r.weight[i];
+      const float score = -dev::log(u) / r.z[i];
       if (score < best) {
         best = score;
         id = int32_t(i);

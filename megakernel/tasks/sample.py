@@ -44,7 +44,7 @@ class Sample(Task):
         "SampleFields",
         (
             Field("logits", "u32", doc="offset in the workspace: f32 [sampled][vocab]"),
-            Field("scaled", "u32", doc="offset in the workspace: f32 [sampled][2 * vocab], scratch: z and exp(z - max z)"),
+            Field("scaled", "u32", doc="offset in the workspace: f32 [sampled][vocab], scratch: z, then exp(z - max z)"),
             Field("result", "u32", doc="offset in the workspace: SampleResult[kMaxRows]"),
             Field("vocab", "u32"),
         ),
@@ -59,7 +59,7 @@ class Sample(Task):
         def share(tensor: str, cols: int) -> Region:
             return Region(node.tensors[tensor], first * cols // node.tiles, (first + count) * cols // node.tiles)
 
-        return share("scaled", 2 * node.sizes["vocab"]), share("result", SAMPLE_RESULT.size)
+        return share("scaled", node.sizes["vocab"]), share("result", SAMPLE_RESULT.size)
 
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
@@ -77,7 +77,7 @@ class Sample(Task):
 def node(name: str, *, vocab: int, logits: str, scaled: str, result: str, max_rows: int = MAX_ROWS) -> TaskNode:
     """Sampling of up to `max_rows` rows.
 
-    Tensors: `logits` f32 [max_rows, vocab]; `scaled` f32 [max_rows, 2 * vocab], scratch of this node alone; `result` u8
+    Tensors: `logits` f32 [max_rows, vocab]; `scaled` f32 [max_rows, vocab], scratch of this node alone; `result` u8
     [max_rows, SAMPLE_RESULT.size].
     """
     return TaskNode(

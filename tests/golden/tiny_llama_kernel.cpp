@@ -1,0 +1,25 @@
+// Generated: a list of task variants. The algorithms are in the headers.
+#include "megakernel_abi.h"
+#include "megakernel/device/cpu.h"
+#include "megakernel/tasks/advance.cuh"
+#include "megakernel/tasks/attention.cuh"
+#include "megakernel/tasks/combine.cuh"
+#include "megakernel/tasks/embedding.cuh"
+#include "megakernel/tasks/matmul.cuh"
+#include "megakernel/tasks/sample.cuh"
+#include "megakernel/scheduler/pipeline.cuh"
+
+namespace megakernel::tasks {
+using Tasks = TaskList<
+    Embedding<EmbeddingConfig{.dtype = DType::kF32}>,
+    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kStore, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false}>,
+    Attention<AttentionConfig{.kv_dtype = DType::kF32, .head_dim = 8, .group = 3, .kv_heads = 2, .rotary_dim = 8, .interleaved = false, .page_tokens = 32, .piece_tokens = 256, .q_norm = false, .k_norm = false, .softcap = false}>,
+    Combine<CombineConfig{.head_dim = 8, .heads = 6, .piece_tokens = 256}>,
+    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = false, .epilogue = Epilogue::kResidual, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false}>,
+    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kGlu, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false}>,
+    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kStore, .activation = Activation::kSilu, .bias = false, .sampled = true, .softcap = false}>,
+    Sample<SampleConfig{}>,
+    Advance<AdvanceConfig{}>>;
+}  // namespace megakernel::tasks
+
+MEGAKERNEL_ENTRY(megakernel::tasks::Tasks)
