@@ -1,21 +1,40 @@
 # Everything a fresh machine needs is installed here, into .venv.
+#
+#   make demo      a real model answers on this machine's processor
+#   make test      all tests but the slow ones      make test-all   those too
+#   make lint      ruff, formatter, mypy, table of file sizes
+#   make bench     speed on the processor, beside other programs on the same weights
+#   make bench-gpu speed on the GPU, with the Python that PYTHON names (its own torch and cuda packages)
+#
+# PYTHON=python3.12 chooses another Python for .venv; TORCH="torch==2.13.0 --index-url URL" another build of torch.
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
+LLAMA_CPP ?= xllamacpp==2026.10.11549
 VENV := .venv
 BIN := $(VENV)/bin
-# CPU builds of torch are enough for the tests; choose another with TORCH="torch==... --index-url ..."
-TORCH ?= torch==2.13.0
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+CODE := megakernel models tests bench
 
-.PHONY: demo test test-all lint bench bench-gpu clean
+.PHONY: demo test test-all lint format bench bench-gpu clean
 
 $(VENV)/core: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -e ".[gguf]"
-	@command -v g++ >/dev/null || command -v clang++ >/dev/null || $(BIN)/pip install -q -e ".[compiler]"
+	@echo "installing the light core into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -e ".[gguf]"
+	@command -v g++ >/dev/null || command -v clang++ >/dev/null || \
+	  { echo "no C++ compiler found: installing the ziglang wheel"; $(PIP) install -e ".[compiler]"; }
 	@touch $@
 
+# torch first and exactly, so that nothing after it chooses another.
 $(VENV)/dev: $(VENV)/core
-	$(BIN)/pip install -q --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install -q --disable-pip-version-check -e ".[dev]"
+	@echo "installing $(TORCH) and the developer tools into $(VENV)"
+	@$(PIP) install $(TORCH)
+	@$(PIP) install -e ".[dev]"
+	@sh tests/install_clang.sh
+	@touch $@
+
+$(VENV)/bench: $(VENV)/dev
+	@$(PIP) install --no-deps $(LLAMA_CPP) || echo "$(LLAMA_CPP) is not to be had here: no comparison with llama.cpp"
 	@touch $@
 
 demo: $(VENV)/core
@@ -29,12 +48,16 @@ test-all: $(VENV)/dev
 	$(BIN)/python -m pytest tests -q
 
 lint: $(VENV)/dev
-	$(BIN)/ruff check megakernel models tests bench
-	$(BIN)/ruff format --check megakernel models tests bench
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/python -m tests.sizes
 
-bench: $(VENV)/dev
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+bench: $(VENV)/bench
 	$(BIN)/python -m bench.cpu
 
 bench-gpu:

@@ -329,6 +329,7 @@ def _print_stream(llm: LLM, outputs: Iterator[Output], as_json: bool) -> None:
         })  # fmt: skip
         return
     sys.stdout.write("\n")
+    sys.stdout.flush()
     errors.print(
         f"{len(last.token_ids)} tokens, {last.timings.tokens_per_s:.1f} tokens/s, first token after "
         f"{last.timings.first_token_s:.3f} s, {stats.launches} launches; {last.finish_reason}", highlight=False,

@@ -2,6 +2,7 @@
 
 Activations are `[rows, cols]`, one row per token. Weights are `[n, k]` matrices (y = x W^T) or `[n]` vectors and have
 the checkpoint's own tensor names; a part of a fused checkpoint tensor is a `WeightSlice` of its rows.
+A graph of a model begins with token ids; one of another module may begin with an `input` of floats.
 """
 
 from __future__ import annotations
@@ -24,18 +25,38 @@ if TYPE_CHECKING:
 __all__ = ["Graph", "GraphBuilder", "ModelConfig", "Node", "RopeSpec", "Tensor", "WeightSlice"]
 
 TOKENS = "tokens"
+INPUT = "input"
 LOGITS = "logits"
 
-Kind = Literal["weight", "activation", "token"]
+Kind = Literal["weight", "activation", "token", "input"]
 
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """Rows `[start, stop)` of the checkpoint tensor `tensor`."""
+    """Rows `[start, stop)` of the checkpoint tensor `tensor`.
+
+    stride: when above 0, only the first `block` rows of every `stride` rows from `start` on (heads of a fused tensor).
+    transposed: the tensor is stored as [k, n] and rows are those of its transpose.
+    """
 
     tensor: str
     start: int
     stop: int
+    block: int = 0
+    stride: int = 0
+    transposed: bool = False
+
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The rows as contiguous half-open ranges."""
+        if not self.stride:
+            return ((self.start, self.stop),)
+        firsts = range(self.start, self.stop, self.stride)
+        return tuple((at, min(at + self.block, self.stop)) for at in firsts)
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return sum(stop - start for start, stop in self.ranges())
 
 
 @dataclass(frozen=True)
@@ -43,7 +64,8 @@ class Tensor:
     """A value of the graph.
 
     weight: matrix of `rows` x `cols`, or vector of `cols` elements when `rows` is None; `source` says which rows of
-    which checkpoint tensor. activation: `cols` columns and as many rows as tokens. token: one id per row.
+    which checkpoint tensor. activation: `cols` columns and as many rows as tokens. token: one id per row. input: floats
+    from outside.
     """
 
     name: str
@@ -151,7 +173,7 @@ class Graph:
         if self.output not in made:
             raise GraphError(f"no node makes the output {self.output!r}")
         cols = self.tensors[self.output].cols
-        if cols != self.config.vocab:
+        if TOKENS in (n for node in self.nodes for n in node.inputs) and cols != self.config.vocab:
             raise GraphError(f"{self.output}: expected {self.config.vocab} columns (the vocabulary), got {cols}")
         return self
 
@@ -243,20 +265,30 @@ class GraphBuilder:
         new = Tensor(name, "weight", n, None, source) if k is None else Tensor(name, "weight", k, n, source)
         return self._declare(new)
 
-    def weight_slice(self, name: str, start: int, stop: int) -> str:
-        """Rows `[start, stop)` of a declared checkpoint tensor as a weight of its own."""
-        whole = self._input(name)
-        n = whole.cols if whole.rows is None else whole.rows
-        if whole.kind != "weight" or not 0 <= start < stop <= n:
-            raise GraphError(f"rows [{start}, {stop}) of {name!r}: expected a part of a weight's {n} rows")
-        source, label = WeightSlice(name, start, stop), f"{name}[{start}:{stop}]"
-        if whole.rows is None:
-            return self._declare(Tensor(label, "weight", stop - start, None, source))
-        return self._declare(Tensor(label, "weight", whole.cols, stop - start, source))
+    def weight_slice(
+        self, name: str, start: int, stop: int, *, block: int = 0, stride: int = 0, transposed: bool = False
+    ) -> str:
+        """Rows `[start, stop)` of a declared checkpoint tensor as a weight of its own.
 
-    def embedding(self, name: str, table: str, *, scale: float = 1.0) -> str:
-        """`table[token] * scale`."""
-        return self._add(name, "embedding", (TOKENS, table), scale=scale)
+        block, stride: only the first `block` rows of every `stride`. transposed: of a tensor stored as [k, n].
+        """
+        whole = self._input(name)
+        n = whole.cols if whole.rows is None or transposed else whole.rows
+        if whole.kind != "weight" or not 0 <= start < stop <= n or not 0 <= block <= stride:
+            raise GraphError(f"rows [{start}, {stop}) of {name!r}: expected a part of a weight's {n} rows")
+        source = WeightSlice(name, start, stop, block, stride, transposed and whole.rows is not None)
+        label = f"{name}{'.T' if source.transposed else ''}[{start}:{stop}{f':{block}/{stride}' if stride else ''}]"
+        if whole.rows is None:
+            return self._declare(Tensor(label, "weight", source.count, None, source))
+        return self._declare(Tensor(label, "weight", whole.rows if transposed else whole.cols, source.count, source))
+
+    def input(self, cols: int) -> str:
+        """Floats `[rows, cols]` from outside, in place of token ids."""
+        return self._declare(Tensor(INPUT, "input", cols))
+
+    def embedding(self, name: str, table: str, *, scale: float = 1.0, positions: str | None = None) -> str:
+        """`table[token] * scale`, plus row `position` of the table `positions` if there is one."""
+        return self._add(name, "embedding", (TOKENS, table, positions), scale=scale)
 
     def rms_norm(
         self, name: str, x: str, gamma: str, *, eps: float, offset: float = 0.0, group: int | None = None
@@ -293,6 +325,10 @@ class GraphBuilder:
         """`activation(gate) * up`; activation: "silu", "gelu", "gelu_tanh", "relu"."""
         return self._add(name, "glu", (gate, up), activation=activation)
 
+    def activation(self, name: str, x: str, *, activation: str) -> str:
+        """`activation(x)`, one of those of `glu`."""
+        return self._add(name, "activation", (x,), activation=activation)
+
     def add(self, name: str, a: str, b: str) -> str:
         """`a + b`."""
         return self._add(name, "add", (a, b))
@@ -305,9 +341,9 @@ class GraphBuilder:
         """`limit * tanh(x / limit)`."""
         return self._add(name, "softcap", (x,), limit=limit)
 
-    def finish(self) -> Graph:
-        """The graph, validated. A node named "logits" outside every layer must have been made."""
-        return Graph(self.config, MappingProxyType(dict(self._tensors)), tuple(self._nodes)).validate()
+    def finish(self, output: str = LOGITS) -> Graph:
+        """The graph, validated. A model's output is a node named "logits" outside every layer."""
+        return Graph(self.config, MappingProxyType(dict(self._tensors)), tuple(self._nodes), output).validate()
 
     def _input(self, name: str) -> Tensor:
         if name not in self._tensors:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megakernel.errors import GraphError, InvalidRequest, MissingExtra
-from megakernel.graph import Graph, Node, Tensor
+from megakernel.graph import INPUT, TOKENS, Graph, Node, Tensor
 
 if TYPE_CHECKING:
     import torch
@@ -50,15 +50,20 @@ class Interpreter:
     ) -> dict[str, torch.Tensor]:
         """Run the next tokens of the sequence; the kept activations, float32 `[len(tokens), cols]`.
 
+        A graph that begins with floats takes them, `[rows, cols]`, in place of tokens.
+
         Raises InvalidRequest for no token, a token outside the vocabulary or a sequence past the model's limit, and
         GraphError for a name in `keep` that the graph lacks or a weight of the wrong shape.
         """
-        ids = self._torch.as_tensor(tokens, dtype=self._torch.int64).reshape(-1)
-        self._check(ids)
+        floats = INPUT in self.graph.tensors
+        ids = self._torch.as_tensor(tokens, dtype=self._torch.float32 if floats else self._torch.int64)
+        ids = ids if floats else ids.reshape(-1)
+        if not floats:
+            self._check(ids)
         wanted = None if keep == "all" else set(keep) | {self.graph.output}
         for name in wanted or ():
             self.graph.tensor(name)
-        values: dict[str, torch.Tensor] = {"tokens": ids}
+        values: dict[str, torch.Tensor] = {INPUT if floats else TOKENS: ids}
         with self._torch.inference_mode():
             for i, node in enumerate(self.graph.nodes):
                 values[node.output] = self._run(node, [self._value(name, values) for name in node.inputs])
@@ -88,7 +93,10 @@ class Interpreter:
         if source.tensor not in self._stored:
             self._stored[source.tensor] = self._float32(self._read(source.tensor))
         whole = self._stored[source.tensor]
-        part = whole[source.start : source.stop]
+        rows = whole.T if source.transposed else whole
+        part = rows[source.start : source.stop]
+        if source.stride:
+            part = self._torch.cat([rows[first:last] for first, last in source.ranges()])
         if tuple(part.shape) != tensor.shape or not self._covers(tensor, whole):
             got = tuple(whole.shape)
             raise GraphError(f"weight {source.tensor!r}: expected {tensor.shape} from row {source.start}, got {got}")
@@ -110,6 +118,8 @@ class Interpreter:
         out: torch.Tensor
         if node.op == "embedding":
             out = inputs[1][x] * a["scale"]
+            if len(inputs) > 2:
+                out = out + inputs[2][self.position : self.position + len(x)]
         elif node.op == "rms_norm":
             out = _rms_norm(library, x, inputs[1], a)
         elif node.op == "layer_norm":
@@ -122,6 +132,8 @@ class Interpreter:
             out = self._attention(node, *inputs)
         elif node.op == "glu":
             out = _activation(library, a["activation"], x) * inputs[1]
+        elif node.op == "activation":
+            out = _activation(library, a["activation"], x)
         elif node.op == "add":
             out = x + inputs[1]
         elif node.op == "scale":

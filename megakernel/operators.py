@@ -26,7 +26,7 @@ class Shape:
 
     def __str__(self) -> str:
         dims = [str(self.cols)] if self.rows is None else [str(self.rows), str(self.cols)]
-        return f"{self.kind} {self.name!r} [{', '.join(['rows', *dims] if self.kind == 'activation' else dims)}]"
+        return f"{self.kind} {self.name!r} [{', '.join(dims if self.kind == 'weight' else ['rows', *dims])}]"
 
 
 def _need(condition: bool, expected: str, *got: Shape) -> None:
@@ -39,7 +39,7 @@ def _count(inputs: Sequence[Shape], low: int, high: int) -> None:
 
 
 def _activations(*shapes: Shape) -> None:
-    _need(all(s.kind == "activation" for s in shapes), "activations", *shapes)
+    _need(all(s.kind in ("activation", "input") for s in shapes), "activations", *shapes)
 
 
 def _vector(shape: Shape, size: int, role: str) -> None:
@@ -55,10 +55,13 @@ def _positive(attrs: Attrs, *names: str) -> None:
 
 
 def _embedding(inputs: Sequence[Shape], attrs: Attrs) -> int:
-    _count(inputs, 2, 2)
-    tokens, table = inputs
+    _count(inputs, 2, 3)
+    tokens, table = inputs[:2]
     _need(tokens.kind == "token", "token ids first", tokens)
     _need(table.kind == "weight" and table.rows is not None, "a weight matrix as table", table)
+    for positions in inputs[2:]:
+        fits = positions.kind == "weight" and positions.rows is not None and positions.cols == table.cols
+        _need(fits, f"a table of positions with {table.cols} columns", positions)
     _positive(attrs, "scale")
     return table.cols
 
@@ -135,11 +138,14 @@ def _same(count: int, *positive: str) -> Callable[[Sequence[Shape], Attrs], int]
     return check
 
 
-def _glu(inputs: Sequence[Shape], attrs: Attrs) -> int:
-    name = attrs.get("activation")
-    if name not in ACTIVATIONS:
-        raise GraphError(f"attribute activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return _same(2)(inputs, attrs)
+def _activated(count: int) -> Callable[[Sequence[Shape], Attrs], int]:
+    def check(inputs: Sequence[Shape], attrs: Attrs) -> int:
+        name = attrs.get("activation")
+        if name not in ACTIVATIONS:
+            raise GraphError(f"attribute activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+        return _same(count)(inputs, attrs)
+
+    return check
 
 
 OPERATORS: dict[str, Callable[[Sequence[Shape], Attrs], int]] = {
@@ -149,7 +155,8 @@ OPERATORS: dict[str, Callable[[Sequence[Shape], Attrs], int]] = {
     "linear": _linear,
     "rope": _rope,
     "attention": _attention,
-    "glu": _glu,
+    "glu": _activated(2),
+    "activation": _activated(1),
     "add": _same(2),
     "scale": _same(1, "factor"),
     "softcap": _same(1, "limit"),

@@ -1,6 +1,7 @@
 """Rotary embedding: the frequencies of every scaling rule, and tables of cosines and sines.
 
-Formulas: Su et al. 2021 (default), Chen et al. 2023 (linear), Llama 3.1 (llama3), Peng et al. 2023 (yarn). The
+Formulas: Su et al. 2021 (default), Chen et al. 2023 (linear), Llama 3.1 (llama3), Peng et al. 2023 (yarn), Ding et
+al. 2024 (longrope: one table up to the original context, another beyond; the length of the whole table decides). The
 frequencies and the angle `position * frequency` are rounded to float32 step by step as Hugging Face transformers
 rounds them, because at position 65536 that rounding moves an angle by up to 0.004; cosine and sine of the rounded
 angle are then taken in float64 and rounded once.
@@ -31,6 +32,9 @@ PARAMETERS: dict[str, frozenset[str]] = {
             "mscale_all_dim", "truncate",
         }
     ),
+    "longrope": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "long_factor", "short_factor"}
+    ),
 }  # fmt: skip
 """Parameters of each rope_type beside rope_type, rope_theta and partial_rotary_factor."""
 
@@ -43,8 +47,9 @@ class RopeSpec:
     """One rotary embedding. The first `rotary_dim` elements of a head are rotated, the rest pass through.
 
     interleaved: pair (2i, 2i + 1) is rotated by frequency i; otherwise pair (i, i + rotary_dim / 2).
-    original_max_positions: context before scaling (llama3, yarn); for dynamic, the last position it is defined for.
-    attention_factor: cosines and sines are multiplied by it (yarn).
+    original_max_positions: context before scaling (llama3, yarn, longrope); for dynamic, the last position it is
+    defined for. attention_factor: cosines and sines are multiplied by it (yarn, longrope).
+    short_divisors, long_divisors: of each frequency in a table of up to, and of more than original_max_positions.
     """
 
     rotary_dim: int
@@ -59,19 +64,27 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("short_divisors", "long_divisors"):  # lists where a saved program was read
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.rope_type not in PARAMETERS:
             raise UnsupportedConfig(f"rope_type {self.rope_type!r} is unknown; known: {', '.join(PARAMETERS)}")
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise UnsupportedConfig(f"rotary embedding of {self.rotary_dim} elements; expected an even number above 0")
         if not self.theta > 0 or not self.factor > 0:
             raise UnsupportedConfig(f"rope_theta {self.theta} and factor {self.factor} must be above 0")
-        if self.rope_type in ("llama3", "yarn", "dynamic") and self.original_max_positions < 1:
+        if self.rope_type in ("llama3", "yarn", "dynamic", "longrope") and self.original_max_positions < 1:
             raise UnsupportedConfig(f"rope_type {self.rope_type} needs original_max_position_embeddings")
+        for name in ("short_divisors", "long_divisors") if self.rope_type == "longrope" else ():
+            if len(getattr(self, name)) != self.rotary_dim // 2:
+                got = len(getattr(self, name))
+                raise UnsupportedConfig(f"rope_type longrope needs {self.rotary_dim // 2} {name}, got {got}")
 
-    def frequencies(self) -> Floats:
-        """Radians per position, float32 [rotary_dim / 2]."""
+    def frequencies(self, length: int = 0) -> Floats:
+        """Radians per position, float32 [rotary_dim / 2], in a table of that many positions."""
         exponent = np.arange(0, self.rotary_dim, 2, dtype=np.float32) / np.float32(self.rotary_dim)
         powers = np.power(np.float64(np.float32(self.theta)), exponent.astype(np.float64)).astype(np.float32)
         plain: Floats = np.float32(1) / powers
@@ -81,17 +94,24 @@ class RopeSpec:
             return self._llama3(plain)
         if self.rope_type == "yarn":
             return self._yarn(plain, powers)
+        if self.rope_type == "longrope":
+            divisors = self.long_divisors if length > self.original_max_positions else self.short_divisors
+            return np.asarray(np.float32(1) / (np.array(divisors, np.float32) * powers), np.float32)
         return plain
 
     def at(self, positions: npt.ArrayLike) -> tuple[Floats, Floats]:
-        """Cosines and sines at those positions, each float32 [positions, rotary_dim / 2], attention factor included."""
+        """Cosines and sines at those positions, each float32 [positions, rotary_dim / 2], attention factor included.
+
+        The last position is that of a table whose length decides between the two rules of longrope.
+        """
         where = np.asarray(positions).reshape(-1, 1)
         if self.rope_type == "dynamic" and where.size and where.max() >= self.original_max_positions:
             raise GraphError(
                 f"dynamic rotary embedding has one table up to position {self.original_max_positions - 1}, "
                 f"got {int(where.max())}; shorten the context"
             )
-        angles = (where.astype(np.float32) * self.frequencies()).astype(np.float64)
+        length = int(where.max()) + 1 if where.size else 0
+        angles = (where.astype(np.float32) * self.frequencies(length)).astype(np.float64)
         scale = np.float32(self.attention_factor)
         return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
 
@@ -148,13 +168,13 @@ def rope_spec(
     unknown = sorted(set(given) - PARAMETERS[kind] - _COMMON - _INERT)
     if unknown:
         raise UnsupportedConfig(f"rope_parameters of rope_type {kind!r}: {', '.join(unknown)} not understood")
-    if kind != "default" and "factor" not in given:
+    if kind not in ("default", "longrope") and "factor" not in given:
         raise UnsupportedConfig(f"rope_parameters of rope_type {kind!r} lacks factor")
     fraction = _number(given, "partial_rotary_factor", 1.0)
     if fraction != 1.0 and not partial:
         raise UnsupportedConfig(f"partial_rotary_factor {fraction}: this architecture rotates whole heads")
-    factor = _number(given, "factor", 1.0)
     original = int(_number(given, "original_max_position_embeddings", max_positions))
+    factor = _number(given, "factor", max_positions / max(1, original) if kind == "longrope" else 1.0)
     return RopeSpec(
         rotary_dim=int(head_dim * fraction),
         theta=_number(given, "rope_theta", 10000.0),
@@ -167,14 +187,28 @@ def rope_spec(
         beta_fast=_number(given, "beta_fast", 32.0) or 32.0,
         beta_slow=_number(given, "beta_slow", 1.0) or 1.0,
         truncate=bool(given.get("truncate", True)),
-        attention_factor=_attention_factor(given, factor) if kind == "yarn" else 1.0,
+        attention_factor=_attention_factor(given, kind, factor, original),
+        short_divisors=_divisors(given, "short_factor") if kind == "longrope" else (),
+        long_divisors=_divisors(given, "long_factor") if kind == "longrope" else (),
     )
 
 
-def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    """YaRN's factor on cosines and sines: as stated, or 0.1 ln(factor) + 1, or the ratio of two such terms."""
+def _divisors(given: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    values = given.get(key)
+    if not isinstance(values, (list, tuple)) or not values:
+        raise UnsupportedConfig(f"rope_parameters.{key}: expected a list of numbers, got {values!r}")
+    return tuple(_number({key: value}, key, 1.0) for value in values)
+
+
+def _attention_factor(given: Mapping[str, Any], kind: str, factor: float, original: int) -> float:
+    """The factor on cosines and sines: as stated, or 0.1 ln(factor) + 1 or the ratio of two such terms (yarn), or
+    sqrt(1 + ln(factor) / ln(original context)) (longrope)."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
     if "attention_factor" in given:
         return _number(given, "attention_factor", 1.0)
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
     def term(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

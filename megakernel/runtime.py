@@ -18,6 +18,7 @@ from megakernel.builder.program import Manifest, Program, check_abi
 from megakernel.builder.weights import Progress, Read, pack_weights
 from megakernel.device.device import Buffer, Device, Executable
 from megakernel.errors import CapacityError, DeviceFault, FaultReport, MegakernelError, ProgramError
+from megakernel.faults import decode_fault
 from megakernel.target import Target, find_target
 from megakernel.tasks.record import (
     ARGS,
@@ -28,15 +29,12 @@ from megakernel.tasks.record import (
     MAILBOX,
     MAILBOX_ENTRIES,
     NONE,
-    OPCODE_END,
-    OPCODE_TICKET,
     RING_ENTRIES,
     SLOT,
     STEP,
     TOKEN_RING,
     ExitReason,
     FaultKind,
-    Role,
 )  # fmt: skip
 
 POISON = 0xFF  # workspace bytes before the first step: NaN in every float format
@@ -131,7 +129,7 @@ class Runtime:
             write = self._buffers["weights"]
             pack_weights(m, self.target, read, lambda at, data: device.upload(write, at, data), progress)
             device.upload(self._buffers["queues"], 0, np.ascontiguousarray(program.records).view(np.uint8).reshape(-1))
-            self.reset()
+            self._clear(fresh=True)
             self._executable = device.load(program.binary, self.target, m.abi_hash)
         except BaseException:
             self.close()
@@ -156,9 +154,13 @@ class Runtime:
 
     def reset(self) -> None:
         """The state of a fresh load, weights kept: no slot active, counters zero, workspace poisoned, KV zero."""
+        self._clear(fresh=False)
+
+    def _clear(self, fresh: bool) -> None:
         self.device.fill(self._buffers["workspace"], POISON)
         for name in ("kv", *(n for n, _, _ in _control_buffers(self.manifest) if n != "queues")):
-            self.device.fill(self._buffers[name], 0)
+            if not (fresh and self._buffers[name].zeroed):
+                self.device.fill(self._buffers[name], 0)
         self._step = self._seen = self._posted = 0
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
@@ -280,7 +282,9 @@ class Runtime:
         raw = self._shared("fault", FAULT.dtype)[0]
         if int(raw["kind"]) == FaultKind.NONE:
             return None
-        return decode_fault({name: int(raw[name]) for name in FAULT.dtype.names or ()}, self.program)
+        words = self.device.download(self._buffers["counters"], 0, self._buffers["counters"].bytes).view(np.uint64)
+        counters = words[::COUNTER_STRIDE][: self.manifest.counter_count]
+        return decode_fault({name: int(raw[name]) for name in FAULT.dtype.names or ()}, self.program, counters)
 
     def close(self) -> None:
         """End the workers and free the memory. Idempotent."""
@@ -301,48 +305,6 @@ class Runtime:
         host = self._buffers[name].host
         assert host is not None, f"device {self.device.name} gave no host view of {name}"
         return host[: dtype.itemsize].view(dtype)
-
-
-def decode_fault(raw: Mapping[str, int], program: Program) -> FaultReport:
-    """A FaultRecord in words: names of task, node, role, and who should have signalled the counter."""
-    m = program.manifest
-    node = m.nodes[raw["node"]] if raw["node"] < len(m.nodes) else None
-    opcode = raw["opcode"]
-    variant = m.variants[opcode] if opcode < len(m.variants) else "none"
-    try:
-        kind, role = FaultKind(raw["kind"]), Role(raw["role"])
-    except ValueError as e:
-        raise ProgramError(f"the kernel left a fault record that cannot be read ({e}): {dict(raw)}") from e
-    return FaultReport(
-        kind=kind.name.lower().replace("_", " "),
-        task=node.task if node else variant,
-        node=node.name if node else "none",
-        tile=raw["tile"],
-        worker=raw["worker"],
-        role=role.name.lower(),
-        counter=raw["counter"],
-        value=raw["value"],
-        target=raw["target"],
-        step=raw["step"],
-        producers=producers_of(program, raw["counter"]),
-        detail=f"record {raw['record']} of its queue, {variant}",
-    )
-
-
-def producers_of(program: Program, counter: int) -> tuple[str, ...]:
-    """Who signals a counter: worker, node and tiles of each record."""
-    if counter == NONE:
-        return ()
-    found = []
-    records = program.records
-    for worker, index in zip(*np.nonzero(records["signal"] == counter)):
-        record = records[worker, index]
-        if int(record["opcode"]) in (OPCODE_END, OPCODE_TICKET):
-            continue
-        first, count = int(record["tile_begin"]), int(record["tile_count"])
-        name = program.manifest.nodes[int(record["node"])].name
-        found.append(f"{name} tiles {first} to {first + count - 1} on worker {int(worker)}")
-    return tuple(found)
 
 
 def _target_of(program: Program, device: Device) -> Target:

@@ -228,7 +228,7 @@ class CpuDevice(Device):
                 memory = _large(size)
         except (OSError, MemoryError, ValueError) as e:
             raise CapacityError(f"cannot allocate {nbytes:,} bytes of host memory: {e}") from e
-        return Buffer(memory.array.ctypes.data, nbytes, memory.array[:nbytes], memory)
+        return Buffer(memory.array.ctypes.data, nbytes, memory.array[:nbytes], memory, zeroed=True)
 
     def fill(self, buffer: Buffer, byte: int) -> None:
         _host(buffer)[:] = byte

@@ -25,18 +25,20 @@ constexpr uint32_t kWarps = kConsumers + 3;
 constexpr uint32_t kThreads = kWarps * 32;
 constexpr uint32_t kStageBytes = 16384;
 constexpr uint32_t kRecords = 8;                        // records that control reads ahead
-constexpr uint32_t kRecordReaders = kConsumers + 2;     // consumers, producer, storer
+constexpr uint32_t kRecordReaders = kConsumers + 1;     // consumers and storer; the producer reads its own
 constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial sums and merges
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
 
-// A barrier that all of a role wait for, with the parity of the phase that each waiter waits for next.
 struct alignas(128) Block {
   uint8_t ring[kStages][kStageBytes];
   alignas(16) uint8_t scratch[kScratchBytes];
   abi::Record record[kRecords];
+  abi::Record producer_record;
   abi::StepHeader header[2];
-  abi::KernelArgs args[2];  // by parity of the step; `workspace` is that step's copy
+  abi::KernelArgs args;     // `workspace` is the copy of the step at work
+  uint64_t last_workspace;  // the copy of the step before
+  uint64_t first_step;      // the launch began after this one
   uint64_t full[kStages], empty[kStages];
   uint64_t record_full[kRecords], record_empty[kRecords];
   uint64_t header_full[2], step_done;
@@ -101,7 +103,6 @@ template <DType kType, int kN, class W>
 MK_DEVICE void dot_tile(
     W&, float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const void* tile, uint32_t rows, uint32_t k, bool accumulate);
 
-MK_DEVICE uint64_t fetch_add(uint64_t* p, uint64_t v) { return atomicAdd(reinterpret_cast<unsigned long long*>(p), v); }
 MK_DEVICE void prefetch(const void*) {}
 
 // ------------------------------------------------------------------------------------------------ worker
@@ -113,10 +114,10 @@ struct Patience {
 // One warp's view of its worker; the 8 consumers together are the group of a simple task.
 struct Worker {
   Block& block;
-  const abi::KernelArgs& launch_args;  // as given, for what does not change with the step
+  const abi::KernelArgs& launch_args;  // as given: what does not change with the step
+  const abi::KernelArgs& args;
   const uint32_t id;
   const abi::Role role;
-  abi::KernelArgs& args;  // of this step
   const abi::StepHeader* header = nullptr;
   const abi::StepHeader* last = nullptr;  // of the step before: what this worker must clear
   uint64_t step = 0;
@@ -125,11 +126,10 @@ struct Worker {
   bool failed = false;
 
   MK_DEVICE Worker(Block& b, const abi::KernelArgs& a, abi::Role r)
-      : block(b), launch_args(a), id(blockIdx.x), role(r), args(b.args[0]) {
+      : block(b), launch_args(a), args(b.args), id(blockIdx.x), role(r) {
     random_ = (a.chaos_seed + 1) * 0x9E3779B9u ^ (blockIdx.x * kWarps + threadIdx.x / 32 + 1) * 0x85EBCA6Bu;
   }
 
-  MK_DEVICE const abi::KernelArgs& now() const { return block.args[step & 1]; }
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
   static constexpr uint32_t lanes() { return kConsumers * 32; }
   MK_DEVICE uint32_t warp() const { return threadIdx.x / 32; }
@@ -198,7 +198,8 @@ struct Worker {
   }
 
   // Waits until *p >= target, acquire. Every lane that calls it waits.
-  MK_DEVICE bool wait(const uint64_t* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
+  template <class T>
+  MK_DEVICE bool wait(const T* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
     if constexpr (kChaos) delay();
     uint64_t value = load_acquire(p);
     if (value >= target) return true;
@@ -209,8 +210,8 @@ struct Worker {
     } while (value < target);
     return true;
   }
-  template <class Idle>
-  MK_DEVICE bool wait(const uint64_t* p, uint64_t target, abi::FaultKind kind, uint32_t counter, Idle) {
+  template <class T, class Idle>
+  MK_DEVICE bool wait(const T* p, uint64_t target, abi::FaultKind kind, uint32_t counter, Idle) {
     return wait(p, target, kind, counter);
   }
   MK_DEVICE bool wait_finished(uint64_t target) {
@@ -261,13 +262,14 @@ struct Worker {
   }
 
   // Memory of a block must not go away while copies into it are on their way.
-  MK_DEVICE void end_thread() {
-    if (role == abi::Role::kProducer) {
-      for (uint32_t s = 0; s < kStages; ++s) {
-        if (!(copying >> s & 1)) continue;
-        while (!barrier_try(&block.full[s], copying_parity >> s & 1)) {}
-      }
+  MK_DEVICE void drain() {
+    for (uint32_t s = 0; s < kStages; ++s) {
+      if (!(copying >> s & 1)) continue;
+      while (!barrier_try(&block.full[s], copying_parity >> s & 1)) {}
     }
+  }
+  MK_DEVICE void end_thread() {
+    if (role == abi::Role::kProducer) drain();
     asm volatile("exit;");
   }
 
@@ -309,8 +311,7 @@ MK_DEVICE bool invalid(const Quad& v) {
 // The same place in the copy that the step before wrote.
 template <class T>
 MK_DEVICE T* before(const Worker& w, T* p) {
-  const uint64_t other = w.block.args[(w.step & 1) ^ 1].workspace;
-  return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(p) - w.args.workspace + other);
+  return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(p) - w.args.workspace + w.block.last_workspace);
 }
 
 MK_DEVICE void publish(float* p, float v) { store_word(p, as_bits(v)); }
@@ -325,6 +326,43 @@ MK_DEVICE float await(Worker& w, const float* p) {
     v = load_word(p);
   }
   return as_float(v);
+}
+
+}  // namespace megakernel::dev
+
+namespace megakernel::dev {
+
+// Prepares the block and says which role this warp plays.
+MK_DEVICE abi::Role begin_block(Block& b, const abi::KernelArgs& args) {
+  static_assert(sizeof(abi::KernelArgs) / 4 <= kThreads, "one word a thread");
+  if (threadIdx.x < sizeof(abi::KernelArgs) / 4) {
+    reinterpret_cast<uint32_t*>(&b.args)[threadIdx.x] = reinterpret_cast<const uint32_t*>(&args)[threadIdx.x];
+  }
+  if (threadIdx.x == 0) {
+    for (uint32_t i = 0; i < kStages; ++i) {
+      barrier_init(&b.full[i], kFullArrivals);
+      barrier_init(&b.empty[i], kConsumers);
+    }
+    for (uint32_t i = 0; i < kRecords; ++i) {
+      barrier_init(&b.record_full[i], 1);
+      barrier_init(&b.record_empty[i], kRecordReaders);
+    }
+    for (uint32_t i = 0; i < 2; ++i) {
+      barrier_init(&b.header_full[i], 1);
+      barrier_init(&b.sums_full[i], kConsumers);
+      barrier_init(&b.sums_empty[i], 1);
+    }
+    barrier_init(&b.step_done, kConsumers + 2);  // consumers, producer, storer
+    barrier_init(&b.group, kConsumers);
+    barrier_init(&b.rolled, 1);
+    b.dropped = 0;
+  }
+  fence_shared_for_copies();
+  __syncthreads();
+  const uint32_t warp = threadIdx.x / 32;
+  if (warp == kProducerWarp) return abi::Role::kProducer;
+  if (warp == kStorerWarp) return abi::Role::kStorer;
+  return warp == kControlWarp ? abi::Role::kControl : abi::Role::kConsumer;
 }
 
 }  // namespace megakernel::dev

@@ -5,6 +5,7 @@
 namespace megakernel::dev {
 
 #define MK_DEVICE __device__ __forceinline__
+#define MK_MEMORY
 
 #if __CUDA_ARCH__ >= 900
 constexpr bool kBulkCopies = true;
@@ -147,6 +148,24 @@ MK_DEVICE void store_release_system(uint64_t* p, uint64_t v) {
 
 MK_DEVICE void add_release(uint64_t* p, uint64_t v) {
   asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+MK_DEVICE uint64_t fetch_add(uint64_t* p, uint64_t v) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(v) : "memory");
+  return before;
+}
+
+MK_DEVICE uint32_t add_acquire_release(uint32_t* p, uint32_t v) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before + v;
+}
+
+MK_DEVICE uint32_t load_acquire(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
 }
 
 MK_DEVICE uint64_t clock_ns() {

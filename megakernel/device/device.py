@@ -37,12 +37,14 @@ class KernelSource:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of a device. `host` is a NumPy view when the host can touch it, else None."""
+    """Memory of a device. `host` is a NumPy view when the host can touch it, else None. `zeroed`: it is known to hold
+    zeros when it is given out, so that nobody need touch its pages."""
 
     address: int
     bytes: int
     host: Bytes | None
     owner: object  # keeps the memory alive
+    zeroed: bool = False
 
 
 class Executable(ABC):

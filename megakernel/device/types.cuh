@@ -1,6 +1,13 @@
 // Element types, the same on every device.
 #pragma once
 
+// Of a pointer to memory that all workers share: a compiler that knows it makes better loads than of any pointer.
+#if defined(__AMDGCN__)
+#define MK_MEMORY __attribute__((address_space(1)))
+#else
+#define MK_MEMORY
+#endif
+
 namespace megakernel {
 
 enum class DType { kF32, kBf16, kF16 };

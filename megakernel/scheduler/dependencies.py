@@ -192,13 +192,20 @@ def _follow(
     """Wait for each of `wanted` that is not yet known to be done; updates `known`."""
     kept: Kept = []
     for key in wanted:
+        node, mask = key
+        if mask & (mask - 1) == 0:  # one entry
+            entry = board.members[node][mask.bit_length() - 1]
+            if known[board.column[entry]] <= board.position[entry]:
+                kept.append(key)
+                np.maximum(known, clock[entry], out=known)
+            continue
         if key not in cache:
-            entries = board.entries(*key)
+            entries = board.entries(node, mask)
             need = np.zeros_like(known)
             np.maximum.at(need, [board.column[e] for e in entries], [board.position[e] + 1 for e in entries])
-            cache[key] = need, np.maximum(clock[entries].max(axis=0), need)
+            cache[key] = need, clock[entries].max(axis=0)
         need, join = cache[key]
-        if not (known >= need).all():
+        if (known < need).any():
             kept.append(key)
             np.maximum(known, join, out=known)
     return kept

@@ -12,8 +12,24 @@ using dev::Worker;
 
 constexpr uint32_t kAheadBytes = 64 * 1024;  // touched ahead of one record at most; a part of a core's own cache
 
+// f() of one lane of the group, after all of them have come; its result goes to all.
+template <class W, class F>
+MK_DEVICE auto once(W& w, F f) {
+  using Result = decltype(f());
+  if constexpr (W::lanes() == 1) {
+    return f();
+  } else if constexpr (__is_same(Result, void)) {
+    w.sync();
+    if (w.lane() == 0) f();
+  } else {
+    Result result{};
+    if (w.lane() == 0) result = f();
+    return w.broadcast(result);
+  }
+}
+
 template <class T>
-const typename T::Fields& fields_of(const abi::Record& record) {
+MK_DEVICE const typename T::Fields& fields_of(const abi::Record& record) {
   static_assert(sizeof(typename T::Fields) <= sizeof record.payload);
   return *reinterpret_cast<const typename T::Fields*>(record.payload);
 }
@@ -79,27 +95,24 @@ MK_DEVICE void run_record(Worker& w, const abi::Record& record) {
   if (!w.failed) queue::signal(w, record);
 }
 
-template <class Tasks>
-MK_DEVICE void run_tickets(Worker& w, const abi::Record& record) {
+// The next shared record of a ticketed node, or null.
+MK_DEVICE const abi::Record* next_ticket(Worker& w, const abi::Record& record) {
   const auto& ticket = *reinterpret_cast<const abi::Ticket*>(record.payload);
-  if (!queue::wait_all(w, record, [] {})) return;
-  while (const abi::Record* taken = queue::take_ticket(w, ticket)) {
-    run_record<Tasks>(w, *taken);
-    if (w.failed) return;
-  }
+  if (!queue::wait_all(w, record, [] {})) return nullptr;
+  return once(w, [&] { return queue::take_ticket(w, ticket); });
 }
 
 // One pass over the queue. False when the launch is over for this worker.
 template <class Tasks>
 MK_DEVICE bool run_queue(Worker& w) {
-  const abi::Record* record = queue::records(w);
-  for (w.record_index = 0; record->opcode != abi::kEnd; ++record, ++w.record_index) {
-    if (record->opcode == abi::kTicket) {
-      run_tickets<Tasks>(w, *record);
-    } else {
-      run_record<Tasks>(w, *record);
-    }
+  const abi::Record* entry = queue::records(w);
+  w.record_index = 0;
+  while (entry->opcode != abi::kEnd) {
+    const bool shared = entry->opcode == abi::kTicket;
+    const abi::Record* record = shared ? next_ticket(w, *entry) : entry;
+    if (record) run_record<Tasks>(w, *record);
     if (w.failed) return false;
+    if (!shared || !record) ++entry, ++w.record_index;
   }
   return true;
 }
@@ -129,17 +142,18 @@ constexpr bool makes_headers(TaskList<T...>) {
 
 // A whole launch of one worker. A program without a task that makes headers runs the one step whose header the host wrote.
 template <class Tasks>
-void run_worker(dev::Worker& w) {
-  uint64_t step = queue::launch(w)->step;
-  if (queue::roll_call(w)) {
-    if constexpr (pipeline::makes_headers(Tasks{})) {
-      if (w.id == 0) pipeline::begin_launch(w, Tasks{});
-      while (queue::begin_step(w, ++step) && pipeline::run_queue<Tasks>(w)) queue::end_step(w);
-    } else if (queue::begin_step(w, step + 1)) {
-      pipeline::run_queue<Tasks>(w);
+MK_DEVICE void run_worker(dev::Worker& w) {
+  uint64_t step = queue::launch(w)->step;  // read before arriving: worker 0 changes it when all have arrived
+  if constexpr (pipeline::makes_headers(Tasks{})) {
+    pipeline::once(w, [&] { queue::arrive(w); });
+    if (w.id == 0 && queue::roll_call(w)) pipeline::begin_launch(w, Tasks{});
+    while (!w.failed && queue::begin_step(w, ++step) && pipeline::run_queue<Tasks>(w)) {
+      pipeline::once(w, [&] { queue::end_step(w); });
     }
+    pipeline::once(w, [&] { queue::leave(w); });
+  } else if (queue::begin_step(w, step + 1)) {
+    pipeline::run_queue<Tasks>(w);
   }
-  queue::leave(w);
 }
 
 }  // namespace megakernel

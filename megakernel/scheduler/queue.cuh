@@ -7,17 +7,17 @@ namespace megakernel::queue {
 using dev::Worker;
 
 MK_DEVICE uint64_t* counter(const Worker& w, uint32_t index) {
-  return reinterpret_cast<uint64_t*>(w.args.counters) + uint64_t(index) * abi::kCounterStride;
+  return tasks::at<uint64_t>(w.args.counters) + uint64_t(index) * abi::kCounterStride;
 }
 
 MK_DEVICE const abi::Record* records(const Worker& w) {
-  return reinterpret_cast<const abi::Record*>(w.args.queues) + uint64_t(w.id) * w.args.queue_length;
+  return tasks::at<const abi::Record>(w.args.queues) + uint64_t(w.id) * w.args.queue_length;
 }
 
-MK_DEVICE abi::LaunchState* launch(const Worker& w) { return reinterpret_cast<abi::LaunchState*>(w.args.launch); }
+MK_DEVICE abi::LaunchState* launch(const Worker& w) { return tasks::at<abi::LaunchState>(w.args.launch); }
 
 MK_DEVICE abi::StepHeader* header(const Worker& w, uint64_t step) {
-  return reinterpret_cast<abi::StepHeader*>(w.args.headers) + (step & 1);
+  return tasks::at<abi::StepHeader>(w.args.headers) + (step & 1);
 }
 
 // False: the launch is over for this worker.
@@ -40,14 +40,14 @@ MK_DEVICE void signal(Worker& w, const abi::Record& record) {
 MK_DEVICE const abi::Record* take_ticket(Worker& w, const abi::Ticket& ticket) {
   const uint64_t taken = dev::fetch_add(counter(w, ticket.counter), 1) - (w.step - 1) * ticket.pops;
   if (taken >= ticket.count) return nullptr;
-  return reinterpret_cast<const abi::Record*>(w.args.queues) + ticket.first + taken;
+  return tasks::at<const abi::Record>(w.args.queues) + ticket.first + taken;
 }
 
-// Every worker answers before the first step; worker 0 waits for all of them. False: not all came.
+// Every worker answers before the first step. Worker 0 makes no header until all have: False when some never came.
+MK_DEVICE void arrive(Worker& w) { dev::add_acquire_release(&launch(w)->arrived, 1); }
+
 MK_DEVICE bool roll_call(Worker& w) {
-  abi::LaunchState* state = launch(w);
-  dev::add_acquire_release(&state->arrived, 1);
-  return w.id != 0 || w.wait(&state->arrived, w.args.workers, abi::FaultKind::kRollCall, abi::kNone);
+  return w.wait(&launch(w)->arrived, w.args.workers, abi::FaultKind::kRollCall, abi::kNone, [] {});
 }
 
 // The last worker to leave makes room for the first header of the next launch.
@@ -60,7 +60,7 @@ MK_DEVICE void leave(Worker& w) {
 MK_DEVICE bool begin_step(Worker& w, uint64_t step) {
   w.record = nullptr;
   if (w.aborted()) return false;
-  if (!w.wait(&launch(w)->published, step, abi::FaultKind::kHeaderBudget, abi::kNone)) return false;
+  if (!w.wait(&launch(w)->published, step, abi::FaultKind::kHeaderBudget, abi::kNone, [] {})) return false;
   w.header = header(w, step);
   w.step = step;
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);

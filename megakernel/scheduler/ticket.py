@@ -1,9 +1,9 @@
 """The shared ticket queue: work that no worker owns until it takes a ticket.
 
 A node in `Schedule.ticketed` has its entries in `Schedule.shared`, with waits and signals as always. In a worker's
-queue stands one entry of no tiles: there the worker takes tickets of that node, and runs the shared entry of each,
-until a ticket is past the last; then the entry of no tiles signals, if it has a signal. Entries are taken in the
-order of the list; one may wait only for what comes before the taking of tickets in every queue.
+queue stands one entry of no tiles: when its waits are over the worker takes tickets of that node, and runs the shared
+entry of each, until a ticket is past the last; then the entry of no tiles signals, if it has a signal. Entries are
+taken in the order of the list; one may wait only for what comes before the taking of tickets in every queue.
 
 A ticket is `fetch_add(counter, 1) - (step - 1) * pops`. In one step every entry is taken once and every worker fails
 once, so the counter grows by exactly `pops` and is never reset. That holds only if no worker enters the next step

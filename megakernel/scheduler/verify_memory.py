@@ -63,9 +63,11 @@ class MemoryCheck:
                 self.owner.append(e.node)
         self.place_array = np.asarray(self.place, np.int64).reshape(-1, 2)
         self.writer = self._tensors()
+        self.shares = _shares({t: memory[t] for t in self.writer if t in memory})
         self.reads: dict[str, list[_Read]] = {t: [] for t in self.writer}
         self.touched: dict[str, Clock] = {t: self._zero() for t in self.writer}
-        self.lost_to: dict[str, int] = {}
+        self.lost_to: dict[str, int] = {}  # the node that last wrote over a tensor
+        self.lost: set[str] = set()  # nothing of them is left
         self.findings: list[str] = []
 
     def run(self) -> list[str]:
@@ -77,6 +79,9 @@ class MemoryCheck:
                     self._read(use, region, needs)
             self._note_reads(node, uses)
             before = {t: self._elsewhere(t) for t in {r.tensor for u in uses for r in u.writes}}
+            for tensor in self.lost & before.keys():
+                self.writer[tensor][:] = LOST
+            self.lost -= before.keys()
             for use in uses:
                 for region in use.writes:
                     self._write(node, use, region, before[region.tensor])
@@ -109,7 +114,8 @@ class MemoryCheck:
         if region.tensor in self.external:
             return
         if region not in needs:
-            writers = np.unique(self.writer[region.tensor][region.start : region.stop])
+            cells = self.writer[region.tensor][region.start : region.stop]
+            writers = np.asarray([LOST]) if region.tensor in self.lost else _distinct(cells)
             needs[region] = self._need(writers[writers >= 0])
             if len(writers) and writers[0] == LOST:
                 by = self.schedule.nodes[self.lost_to[region.tensor]].name
@@ -131,16 +137,16 @@ class MemoryCheck:
 
     def _write(self, node: int, use: _Use, region: Region, elsewhere: Clock) -> None:
         cells = self.writer[region.tensor][region.start : region.stop]
-        old = np.unique(cells)
-        old = old[old >= 0]
-        twice = [int(n) for n in old if self.owner[n] == node and n != use.number]
+        old = _distinct(cells)
+        twice = [int(n) for n in old if n >= 0 and self.owner[n] == node and n != use.number]
         if twice:
             self.findings.append(f"{self._name(use.number)} writes {_show(region)}, as does {self._name(twice[0])}")
-        need = np.maximum(self._need(np.setdiff1d(old, twice)), elsewhere)
+        before = [elsewhere, self._need(np.asarray([n for n in old if n >= 0 and n not in twice], np.int64))]
         for read in self.reads[region.tensor]:
             if read.node != node and read.start < region.stop and region.start < read.stop:
-                need = np.maximum(need, read.need)
-        self._after(use, need, f"writes {_show(region)} that may still be in use")
+                before.append(read.need)
+        for need in before:
+            self._after(use, need, f"writes {_show(region)} that may still be in use")
         cells[:] = use.number
 
     def _elsewhere(self, tensor: str) -> Clock:
@@ -151,11 +157,7 @@ class MemoryCheck:
         return need
 
     def _sharing(self, tensor: str) -> list[str]:
-        if tensor not in self.memory:
-            return []
-        offset, size = self.memory[tensor]
-        placed = [(t, *self.memory[t]) for t in self.writer if t != tensor and t in self.memory]
-        return [t for t, at, length in placed if at < offset + size and offset < at + length]
+        return self.shares.get(tensor, [])
 
     def _note_reads(self, node: int, uses: Sequence[_Use]) -> None:
         by_region: dict[Region, list[int]] = {}
@@ -168,19 +170,21 @@ class MemoryCheck:
             np.maximum(self.touched[region.tensor], need, out=self.touched[region.tensor])
 
     def _note_writes(self, node: int, uses: Sequence[_Use]) -> None:
-        written: dict[str, list[_Use]] = {}
+        written: dict[str, list[tuple[Region, int]]] = {}
         for use in uses:
-            for tensor in {r.tensor for r in use.writes}:
-                written.setdefault(tensor, []).append(use)
+            for r in use.writes:
+                written.setdefault(r.tensor, []).append((r, use.number))
         for tensor, by in written.items():
-            need = self._need(np.asarray([u.number for u in by], np.int64))
+            need = self._need(np.asarray([number for _, number in by], np.int64))
             np.maximum(self.touched[tensor], need, out=self.touched[tensor])
-            mine = np.isin(self.writer[tensor], [u.number for u in by])
             # Readers of columns that this node wrote all over are before it, so before whoever follows it.
-            self.reads[tensor] = [r for r in self.reads[tensor] if not mine[r.start : r.stop].all()]
+            spans = _joined([(r.start, r.stop) for r, _ in by])
+            self.reads[tensor] = [
+                r for r in self.reads[tensor] if not any(a <= r.start and r.stop <= b for a, b in spans)
+            ]
             for other in self._sharing(tensor):
-                self.writer[other][:] = LOST
                 self.lost_to[other] = node
+                self.lost.add(other)
 
     def _check_inside(self, node: TaskNode, uses: Sequence[_Use]) -> None:
         """Tiles of one node run in any order: none may read what another writes."""
@@ -203,6 +207,32 @@ class MemoryCheck:
                         self.findings.append(
                             f"node {node.name}: tile {tile} reads {_show(r)}, which another tile writes"
                         )
+
+
+def _distinct(cells: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The different values, ascending."""
+    if len(cells) and (cells == cells[0]).all():
+        return cells[:1]
+    return np.unique(cells)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same columns in as few spans as possible."""
+    out: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if out and start <= out[-1][1]:
+            out[-1] = out[-1][0], max(stop, out[-1][1])
+        else:
+            out.append((start, stop))
+    return out
+
+
+def _shares(placed: Mapping[str, tuple[int, int]]) -> dict[str, list[str]]:
+    """For each tensor the others whose bytes overlap its own."""
+    return {
+        t: [o for o, (at, length) in placed.items() if o != t and at < offset + size and offset < at + length]
+        for t, (offset, size) in placed.items()
+    }
 
 
 def _show(region: Region) -> str:

@@ -35,16 +35,16 @@ struct Advance {
 
  private:
   MK_DEVICE static abi::LaunchState* launch(const Worker& w) {
-    return reinterpret_cast<abi::LaunchState*>(w.args.launch);
+    return at<abi::LaunchState>(w.args.launch);
   }
-  MK_DEVICE static abi::SlotState* slots(const Worker& w) { return reinterpret_cast<abi::SlotState*>(w.args.slots); }
+  MK_DEVICE static abi::SlotState* slots(const Worker& w) { return at<abi::SlotState>(w.args.slots); }
 
   MK_DEVICE static uint16_t* seen(const Worker& w, uint32_t slot) {
-    return reinterpret_cast<uint16_t*>(w.args.seen) + uint64_t(slot) * w.args.vocab;
+    return at<uint16_t>(w.args.seen) + uint64_t(slot) * w.args.vocab;
   }
 
   MK_DEVICE static int32_t* tokens(const Worker& w, uint32_t slot) {
-    return reinterpret_cast<int32_t*>(w.args.tokens) + uint64_t(slot) * w.args.max_context;
+    return at<int32_t>(w.args.tokens) + uint64_t(slot) * w.args.max_context;
   }
 
   MK_DEVICE static bool penalised(const abi::Sampling& o) {
@@ -53,12 +53,12 @@ struct Advance {
 
   // Entry for the next event; report_events makes all of them visible.
   MK_DEVICE static abi::TokenEvent* next_event(Worker& w) {
-    auto* ring = reinterpret_cast<abi::TokenRing*>(w.args.ring);
+    auto* ring = at<abi::TokenRing>(w.args.ring);
     return &ring->entry[launch(w)->ring_written++ % abi::kRingEntries];
   }
 
   MK_DEVICE static void report_events(Worker& w) {
-    auto* ring = reinterpret_cast<abi::TokenRing*>(w.args.ring);
+    auto* ring = at<abi::TokenRing>(w.args.ring);
     const uint64_t written = launch(w)->ring_written;
     if (ring->written == written) return;
     dev::store_release_system(&ring->written, written);  // orders the entries before the count
@@ -109,7 +109,7 @@ struct Advance {
   }
 
   MK_DEVICE static void take_commands(Worker& w) {
-    auto* mailbox = reinterpret_cast<abi::Mailbox*>(w.args.mailbox);
+    auto* mailbox = at<abi::Mailbox>(w.args.mailbox);
     const uint64_t posted = w.broadcast(dev::load_acquire_system(&mailbox->posted));
     const uint64_t taken = launch(w)->mailbox_taken;
     for (uint64_t i = taken; i < posted; ++i) {
@@ -139,7 +139,7 @@ struct Advance {
 
   MK_DEVICE static void cancel(Worker& w, const abi::Command& command) {
     abi::SlotState& slot = slots(w)[command.slot];
-    if (slot.status != uint32_t(abi::SlotStatus::kActive) || slot.request != command.request) return;
+    if (!active(slot) || slot.request != command.request) return;
     slot.status = uint32_t(abi::SlotStatus::kFree);
     abi::TokenEvent& event = *next_event(w);
     event.kind = uint32_t(abi::EventKind::kRetired);
@@ -156,7 +156,7 @@ struct Advance {
 
   MK_DEVICE static void publish(Worker& w, uint64_t step) {
     abi::LaunchState* state = launch(w);
-    abi::StepHeader& h = reinterpret_cast<abi::StepHeader*>(w.args.headers)[step & 1];
+    abi::StepHeader& h = at<abi::StepHeader>(w.args.headers)[step & 1];
     h.step = step;
     fill_rows(w, h);
     abi::ExitReason exit = abi::ExitReason::kRunning;
@@ -173,22 +173,30 @@ struct Advance {
     h.rows = 0;
     h.sampled = 0;
     const uint32_t room = w.args.max_rows, count = w.args.max_slots;
-    const uint32_t start = count > room ? uint32_t(h.step % count) : 0;  // more slots than rows: take turns
-    for (uint32_t i = 0; i < count && h.rows < room; ++i) {
+    uint32_t start = 0, decode_room = room;
+    if (count > room) {  // more slots than rows: they take turns, and a prompt is never starved
+      start = uint32_t(h.step % count);
+      for (uint32_t index = 0; index < count; ++index) {
+        if (active(slots(w)[index]) && slots(w)[index].position < slots(w)[index].prompt_length) decode_room = room - 1;
+      }
+    }
+    for (uint32_t i = 0; i < count && h.rows < decode_room; ++i) {
       const uint32_t index = (start + i) % count;
       const abi::SlotState& slot = slots(w)[index];
-      const bool active = slot.status == uint32_t(abi::SlotStatus::kActive);
-      if (active && slot.position >= slot.prompt_length) add_row(h, index, slot.last_token, slot.position, slot.position, true);
+      if (!active(slot) || slot.position < slot.prompt_length) continue;
+      add_row(h, index, slot.last_token, slot.position, slot.position, true);
     }
     for (uint32_t index = 0; index < count && h.rows < room; ++index) {
       const abi::SlotState& slot = slots(w)[index];
-      if (slot.status != uint32_t(abi::SlotStatus::kActive)) continue;
+      if (!active(slot)) continue;
       const int32_t* prompt = tokens(w, index);
       for (uint32_t p = slot.position; p < slot.prompt_length && h.rows < room; ++p) {
         add_row(h, index, prompt[p], p, slot.position, p + 1 == slot.prompt_length);
       }
     }
   }
+
+  MK_DEVICE static bool active(const abi::SlotState& slot) { return slot.status == uint32_t(abi::SlotStatus::kActive); }
 
   MK_DEVICE static void add_row(
       abi::StepHeader& h, uint32_t slot, int32_t token, uint32_t position, uint32_t first, bool sampled) {

@@ -49,7 +49,7 @@ struct Attention {
 
     MK_DEVICE Walk(Worker& w, const abi::Record& record, const Fields& f) : fields(&f) {
       end = record.tile_begin + record.tile_count;
-      pool = reinterpret_cast<char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
+      pool = at<char>(w.args.kv + f.layer * w.args.kv_layer_stride);
       unit.bytes = 2 * kHalfBytes;
       unit.tile = record.tile_begin;
       begin_tile();
@@ -70,7 +70,7 @@ struct Attention {
       }
       unit.store = page == last_page;
       const abi::Row& row = w.header->row[group_row];
-      const uint32_t* table = reinterpret_cast<const uint32_t*>(w.args.page_table) + row.slot * w.args.pages_per_slot;
+      const uint32_t* table = at<const uint32_t>(w.args.page_table) + row.slot * w.args.pages_per_slot;
       unit.address = pool + (uint64_t(table[page]) * kConfig.kv_heads + head) * unit.bytes;
       return true;
     }

@@ -91,7 +91,8 @@ class Struct:
 
     @property
     def alignment(self) -> int:
-        return max((f.alignment for f in self.fields), default=1)
+        own = 16 if self.pad_to and self.pad_to % 16 == 0 else 1  # as `c_source` asks for
+        return max([own, *(f.alignment for f in self.fields)])
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -143,7 +144,7 @@ class Struct:
         return {f.name: row[f.name] for f in self.fields}
 
     def c_source(self) -> str:
-        align = f"alignas({min(16, self.pad_to)}) " if self.pad_to and self.pad_to % 16 == 0 else ""
+        align = f"alignas({self.alignment}) " if self.pad_to and self.pad_to % 16 == 0 else ""
         lines = [f"// {self.doc}"] if self.doc else []
         lines.append(f"struct {align}{self.name} {{")
         used = 0
@@ -450,6 +451,7 @@ ARGS = Struct(
         Field("fault", "u64", doc="address of FaultRecord, host-visible"),
         Field("trace", "u64", doc="address of the timeline buffers, 0 when off"),
         Field("kv_layer_stride", "u64", doc="bytes between layers of the KV pool"),
+        Field("workspace_stride", "u64", doc="bytes from the workspace of even steps to that of odd ones; 0: one for all"),
         Field("step_limit", "u64", doc="leave when this many steps were begun since load"),
         Field("spin_budget_ns", "u64"),
         Field("workers", "u32"),

@@ -57,7 +57,7 @@ struct Sample {
  private:
   MK_DEVICE static void run(Worker& w, const Fields& f, uint32_t s) {
     const abi::Row& row = w.header->row[w.header->sample_row[s]];
-    const abi::Sampling& options = reinterpret_cast<const abi::SlotState*>(w.args.slots)[row.slot].sampling;
+    const abi::Sampling& options = at<const abi::SlotState>(w.args.slots)[row.slot].sampling;
     Row r;
     r.logits = workspace<const float>(w, f.logits) + uint64_t(s) * f.vocab;
     r.z = workspace<float>(w, f.scaled) + uint64_t(s) * f.vocab;
@@ -95,9 +95,9 @@ struct Sample {
   // Fills z and returns the id of the largest.
   MK_DEVICE static int32_t scale(Worker& w, const Row& r, uint32_t slot, float& top) {
     const abi::Sampling& o = r.options;
-    const uint16_t* seen = reinterpret_cast<const uint16_t*>(w.args.seen) + uint64_t(slot) * w.args.vocab;
+    const uint16_t* seen = at<const uint16_t>(w.args.seen) + uint64_t(slot) * w.args.vocab;
     const bool marked = penalised(o);
-    const float divisor = o.temperature > 0.0f ? o.temperature : 1.0f;
+    const float divisor = o.temperature > 0.0f ? dev::max(o.temperature, 1e-5f) : 1.0f;
     Best best;
     w.for_each(r.vocab, [&](uint32_t i, auto part) {
       dev::Vf y = dev::load(r.logits + i, part);

@@ -28,10 +28,6 @@
 //   w.fault(kind, tile, counter, value, target)   writes the fault record and stops the launch
 #pragma once
 
-#if defined(__cpp_concepts) && !defined(MEGAKERNEL_NO_STD)
-#include <concepts>
-#endif
-
 namespace megakernel::tasks {
 
 using dev::Worker;
@@ -47,11 +43,13 @@ struct Unit {
   bool store;      // after this unit a result is complete
 };
 
-#if defined(__cpp_concepts) && !defined(MEGAKERNEL_NO_STD)
+template <class A, class B>
+concept Same = __is_same(A, B);
+
 // Runs `execute` for all tiles of a record at once.
 template <class T>
 concept SimpleTask = requires(Worker& w, const abi::Record& record, const typename T::Fields& fields) {
-  { T::execute(w, record, fields) } -> std::same_as<void>;
+  { T::execute(w, record, fields) } -> Same<void>;
 };
 
 // A stream of units and what is done with each. One driver owns the loops and the stages:
@@ -71,27 +69,32 @@ concept StreamingTask = requires(
     const typename T::Walk& at, void* stage) {
   typename T::State;
   typename T::Walk;
-  requires std::constructible_from<typename T::Walk, Worker&, const abi::Record&, const typename T::Fields&>;
-  { walk.next(w) } -> std::same_as<bool>;
-  { walk.unit } -> std::same_as<Unit&>;
-  { T::load(w, f, s, at) } -> std::same_as<void>;
-  { T::consume(w, f, s, at, stage) } -> std::same_as<void>;
-  { T::store(w, f, s, at) } -> std::same_as<void>;
+  requires __is_constructible(typename T::Walk, Worker&, const abi::Record&, const typename T::Fields&);
+  { walk.next(w) } -> Same<bool>;
+  { walk.unit } -> Same<Unit&>;
+  { T::load(w, f, s, at) } -> Same<void>;
+  { T::consume(w, f, s, at, stage) } -> Same<void>;
+  { T::store(w, f, s, at) } -> Same<void>;
 };
 
 template <class T>
 concept Task = SimpleTask<T> || StreamingTask<T>;
-#endif
+
+// Memory of the device at an address.
+template <class T>
+MK_DEVICE T* at(uint64_t address) {
+  return (T*)(MK_MEMORY T*)address;
+}
 
 // Where something of the program is.
 template <class T>
 MK_DEVICE T* workspace(const Worker& w, uint32_t offset) {
-  return reinterpret_cast<T*>(w.args.workspace + offset);
+  return at<T>(w.args.workspace + offset);
 }
 
 template <class T>
 MK_DEVICE const T* weights(const Worker& w, uint64_t offset) {
-  return reinterpret_cast<const T*>(w.args.weights + offset);
+  return at<const T>(w.args.weights + offset);
 }
 
 MK_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }

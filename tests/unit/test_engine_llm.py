@@ -112,7 +112,8 @@ def test_a_shape_has_no_text() -> None:
     with FakeLLM() as llm:
         (output,) = llm.generate([3], greedy(4))
         assert output.text == "" and len(output.token_ids) == 4
-        for call in (lambda: llm.generate("text"), lambda: llm.chat([]), lambda: llm.generate([1], greedy(1, stop="a"))):
+        stopping = greedy(1, stop="a")
+        for call in (lambda: llm.generate("text"), lambda: llm.chat([]), lambda: llm.generate([1], stopping)):
             with pytest.raises(InvalidRequest, match="no tokenizer"):
                 call()
 

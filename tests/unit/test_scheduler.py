@@ -227,12 +227,12 @@ def test_tensors_that_share_memory_are_kept_apart() -> None:
 
 def test_contradictions_are_named() -> None:
     nodes = [node("a", 1, [], [("x", 0, 1, 1)]), node("b", 1, [("x", 0, 0, 1)], [])]
-    with pytest.raises(ScheduleError, match="queues contradict each other.*nodes a, b"):
+    with pytest.raises(ScheduleError, match=r"queues contradict each other.*nodes a, b"):
         schedule(nodes, (((1, 0, 1), (0, 0, 1)),), "hand")
     with pytest.raises(ScheduleError, match="names node 5"):
         schedule(nodes, (((5, 0, 1),),), "hand")
     in_place = [node("a", 1, [], [("x", 0, 4, 4)]), node("b", 2, [("x", 0, 0, 4)], [("x", 0, 2, 2)])]
-    with pytest.raises(ScheduleError, match="node b: entry 0 writes x.*give the output its own tensor"):
+    with pytest.raises(ScheduleError, match=r"node b: entry 0 writes x.*give the output its own tensor"):
         schedule(in_place, (((0, 0, 1), (1, 0, 1)), ((1, 1, 1),)), "hand")
     twice = [node("b", 2, [], [("x", 0, 1, 2)])]
     with pytest.raises(ScheduleError, match="node b: entries 0 and 1 both write x at column 1"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megakernel.scheduler.hazards import node_edges
@@ -166,7 +167,7 @@ def random_placement(
         done.add(index)
         tiles = nodes[index].tiles
         cuts = sorted({0, tiles, *(rng.randint(0, tiles) for _ in range(rng.randint(0, workers)))})
-        for start, stop in zip(cuts, cuts[1:]):
+        for start, stop in pairwise(cuts):
             rng.choice(queues).append((index, start, stop - start))
     return tuple(tuple(q) for q in queues)
 

@@ -1,4 +1,4 @@
-"""A model of workers that run a schedule in every possible order, or in random ones: the judge in tests of the scheduler.
+"""A model of workers that run a schedule in every possible order, or in random ones: the judge in these tests.
 
 It shares no code with the scheduler: conflicts are found pair by pair from regions, and counters are just numbers.
 """
@@ -43,7 +43,7 @@ class Model:
 
     @cached_property
     def conflicts(self) -> list[tuple[tuple[int, int], tuple[int, int], bool]]:
-        """(a, b, later): entries that touch the same data; a must be done before b begins (`later`: in the next step)."""
+        """(a, b, later): both touch the same data; a must be done before b (`later`: b of the next step) begins."""
         flat = [((w, i), e, *touch(self.schedule, e)) for w, q in enumerate(self.queues) for i, e in enumerate(q)]
         out = []
         for at, a, a_reads, a_writes in flat:

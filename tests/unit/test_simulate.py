@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -110,7 +111,7 @@ def test_times_respect_queues_and_waits(seed: int, workers: int, tickets: bool) 
                 assert s.start_us >= end + (0.5 if worker != s.worker else 0.0) - 1e-9
     for worker in range(workers):
         mine = [s for s in r.spans if s.worker == worker]
-        assert all(a.end_us <= b.start_us for a, b in zip(mine, mine[1:]))
-    for a, b in zip(r.critical_path, r.critical_path[1:]):
+        assert all(a.end_us <= b.start_us for a, b in pairwise(mine))
+    for a, b in pairwise(r.critical_path):
         assert a.end_us <= b.start_us
     assert r.critical_path[-1].end_us == r.makespan_us

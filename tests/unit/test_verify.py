@@ -77,11 +77,11 @@ def test_a_smaller_threshold_is_accepted_only_where_nothing_depends_on_it() -> N
 def test_everything_is_done_before_the_step_ends() -> None:
     nodes = (node("log", 1, [], [("x", 0, 1, 1)]), node("end", 1, [], []))
     loose = Schedule(nodes, ((Entry(0, 0, 1),), (Entry(1, 0, 1),)), 0, "hand")
-    with pytest.raises(ScheduleError, match="node log tiles .* may still run when the next step begins"):
+    with pytest.raises(ScheduleError, match=r"node log tiles .* may still run when the next step begins"):
         verify(loose)
     verify(loose, repeats=False)
     after = Schedule(nodes, ((Entry(1, 0, 1), Entry(0, 0, 1)),), 0, "hand")
-    with pytest.raises(ScheduleError, match="node log tiles .* may still run"):
+    with pytest.raises(ScheduleError, match=r"node log tiles .* may still run"):
         verify(after)
     wide = Schedule((node("end", 2, [], []),), ((Entry(0, 0, 2),),), 0, "hand")
     with pytest.raises(ScheduleError, match="must have one tile"):
@@ -103,7 +103,7 @@ def test_memory_that_is_taken_over_too_early() -> None:
     )
     line = Schedule(nodes, ((Entry(0, 0, 1), Entry(1, 0, 1), Entry(2, 0, 1)),), 0, "hand")
     verify(line, {"x": (0, 64), "y": (64, 64)})
-    with pytest.raises(ScheduleError, match="reads x.*whose memory node b wrote over"):
+    with pytest.raises(ScheduleError, match=r"reads x.*whose memory node b wrote over"):
         verify(line, {"x": (0, 64), "y": (32, 64)})
     self_made = (nodes[0], node("b", 1, [("x", 0, 0, 1)], [("y", 0, 1, 1)]), node("end", 1, [], []))
     with pytest.raises(ScheduleError, match="node b uses y and x, which share memory"):

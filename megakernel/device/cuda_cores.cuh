@@ -1,0 +1,115 @@
+// How each role runs a task on this device. `Core<T>` of a task that streams is written for the matrix cores; any other
+// task is executed by the group of consumers.
+#pragma once
+
+namespace megakernel::dev {
+
+// Stages in the order in which they are filled. The producer fills each once it is empty, every consumer waits for each
+// and gives it back: so no waiter is ever more than one phase behind.
+struct Ring {
+  uint32_t slot = 0, parity = 0;
+
+  MK_DEVICE void next() {
+    if (++slot == kStages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Warp-wide. Keeps at most kInFlight copies on their way: more would only make everyone else's loads wait.
+struct Producer {
+  Worker& w;
+  Ring head, tail;
+  uint32_t started = 0;
+  uint64_t policy = streaming_policy();
+
+  MK_DEVICE explicit Producer(Worker& worker) : w(worker) {}
+
+  MK_DEVICE void put(const void* from, uint32_t bytes) {
+    Block& b = w.block;
+    w.wait_barrier(&b.empty[head.slot], head.parity ^ 1);
+    if (started >= kInFlight) {
+      w.wait_barrier(&b.full[tail.slot], tail.parity);
+      tail.next();
+    }
+    w.copying |= 1u << head.slot;
+    w.copying_parity = (w.copying_parity & ~(1u << head.slot)) | head.parity << head.slot;
+    copy_to_shared(b.ring[head.slot], from, bytes, &b.full[head.slot], policy);
+    head.next();
+    ++started;
+  }
+};
+
+// Warp-wide; every consumer takes every stage.
+struct Consumer {
+  Worker& w;
+  Ring ring;
+  uint32_t sums_slot = 0, sums_parity = 0;  // parity: one bit a slot
+
+  MK_DEVICE explicit Consumer(Worker& worker) : w(worker) {}
+
+  MK_DEVICE uint8_t* take() {
+    w.wait_barrier(&w.block.full[ring.slot], ring.parity);
+    return w.block.ring[ring.slot];
+  }
+  MK_DEVICE void give_back(uint32_t slot) {
+    __syncwarp();
+    if (w.warp_lane() == 0) barrier_arrive(&w.block.empty[slot]);
+  }
+  MK_DEVICE void give_back() {
+    give_back(ring.slot);
+    ring.next();
+  }
+};
+
+struct Storer {
+  Worker& w;
+  uint32_t sums_slot = 0, sums_parity = 0;
+
+  MK_DEVICE explicit Storer(Worker& worker) : w(worker) {}
+};
+
+template <class T>
+MK_DEVICE const typename T::Fields& fields_of(const abi::Record& record) {
+  static_assert(sizeof(typename T::Fields) <= sizeof record.payload);
+  return *reinterpret_cast<const typename T::Fields*>(record.payload);
+}
+
+MK_DEVICE uint64_t* counter_of(const Worker& w, uint32_t index) {
+  return reinterpret_cast<uint64_t*>(w.args.counters) + uint64_t(index) * abi::kCounterStride;
+}
+
+// Each lane that calls it waits for every counter of the record.
+MK_DEVICE void wait_counters(Worker& w, const abi::Record& record) {
+  for (uint32_t i = 0; i < record.wait_count; ++i) {
+    const abi::Wait& wait = record.waits[i];
+    w.wait(counter_of(w, wait.counter), wait.count * w.step, abi::FaultKind::kWaitBudget, wait.counter);
+  }
+}
+
+MK_DEVICE void signal_counter(Worker& w, const abi::Record& record) {
+  if (record.signal != abi::kNone) w.signal(counter_of(w, record.signal), record.signal);
+}
+
+template <class T>
+struct Core {
+  static constexpr bool kNeedsHeader = false;  // of its producer
+
+  MK_DEVICE static void produce(Producer&, const abi::Record&, const typename T::Fields&) {}
+
+  MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const typename T::Fields& f) {
+    wait_counters(c.w, record);
+    T::execute(c.w, record, f);
+    c.w.sync();
+    if (c.w.lane() == 0) signal_counter(c.w, record);
+  }
+
+  MK_DEVICE static void store(Storer&, const abi::Record&, const typename T::Fields&) {}
+};
+
+}  // namespace megakernel::dev
+
+#include "megakernel/device/cuda_matrix.cuh"
+#include "megakernel/device/cuda_pages.cuh"
+#include "megakernel/device/cuda_values.cuh"

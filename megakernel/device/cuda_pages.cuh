@@ -1,0 +1,523 @@
+// Queries against pages of keys and values, on the matrix cores (see tasks/attention.py for the formula and the items).
+//
+// A page of one KV head fills a stage. Its keys are the B operand of queries x keys (8 tokens by 32 elements, 16 bytes a
+// lane), its values that of weights x values (32 tokens by 8 elements); the order of tokens inside is the one in which
+// the first product leaves its result, so that the result is the A operand of the second as it stands.
+//
+// A piece is at most 8 runs of 32 tokens: consumer w takes the w-th run, whatever the page holds, and the 8 results are
+// merged in order. So a row's result depends on nothing but its own tokens.
+#pragma once
+
+namespace megakernel::dev {
+
+constexpr uint32_t kRunTokens = 32;
+constexpr float kLog2e = 1.4426950408889634f;
+
+template <tasks::AttentionConfig kConfig>
+struct Core<tasks::Attention<kConfig>> {
+  using Task = tasks::Attention<kConfig>;
+  using Fields = abi::AttentionFields;
+  static constexpr bool kNeedsHeader = true;
+  static constexpr bool kHalf = kConfig.kv_dtype == DType::kF16;
+  static constexpr uint32_t kDim = kConfig.head_dim, kGroup = kConfig.group, kKvHeads = kConfig.kv_heads;
+  static constexpr uint32_t kHeads = kKvHeads * kGroup, kColumns = (kHeads + 2 * kKvHeads) * kDim;
+  static constexpr uint32_t kPage = kConfig.page_tokens, kPiece = kConfig.piece_tokens;
+  static constexpr uint32_t kPiecePages = kPiece / kPage, kRuns = kPiece / kRunTokens;
+  static constexpr uint32_t kKeyBytes = kDim * kPage * 2, kUnitBytes = 2 * kKeyBytes;
+  static constexpr uint32_t kChunks = kDim / 32, kValueTiles = kDim / 8;
+  static constexpr uint32_t kHalfRotary = kConfig.rotary_dim / 2;
+  static constexpr uint32_t kPartial = kDim + 2;
+  static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take 16-bit keys and values");
+  static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is a multiple of 32");
+  static_assert(kPage % kRunTokens == 0 && kPiece % kPage == 0 && kRuns <= kConsumers, "a run is in one page");
+  static_assert(kUnitBytes <= kStageBytes && kPiecePages <= kStages, "an item's pages are in the ring together");
+  static_assert(kConfig.interleaved || kHalfRotary % 32 == 0, "the two halves of a rotation are in one lane");
+
+  // Where element `dim` of token `t` of a page is.
+  MK_DEVICE static uint32_t key_at(uint32_t t, uint32_t dim) {
+    return t / 8 * (kDim * 16) + dim / 32 * 512 + (t % 8 * 4 + dim % 32 / 8) * 16 + dim % 8 * 2;
+  }
+  MK_DEVICE static uint32_t value_at(uint32_t t, uint32_t dim) {
+    return kKeyBytes + t / 32 * (kDim * 64) + dim / 8 * 512 + (dim % 8 * 4 + t % 8 / 2) * 16 + t % 32 / 8 * 4 + t % 2 * 2;
+  }
+
+  // ---------------------------------------------------------------------------------------------- items
+  struct Items {
+    const abi::StepHeader& h;
+    const Fields& f;
+    uint32_t tile, end;
+    uint32_t head, group_row, group_rows, piece, piece_end, count, page, last_page;
+
+    MK_DEVICE Items(const abi::StepHeader& header, const abi::Record& record, const Fields& fields)
+        : h(header), f(fields), tile(record.tile_begin), end(record.tile_begin + record.tile_count) {
+      begin_tile();
+    }
+
+    MK_DEVICE bool next() {
+      while (tile < end) {
+        piece += f.splits;
+        while (piece >= piece_end) {
+          if (!next_group()) break;
+        }
+        if (piece < piece_end) {
+          set_pages();
+          return true;
+        }
+        ++tile;
+        begin_tile();
+      }
+      return false;
+    }
+
+   private:
+    MK_DEVICE void begin_tile() {
+      head = tile / f.splits;
+      count = head;
+      group_row = group_rows = piece = piece_end = 0;
+    }
+
+    MK_DEVICE bool next_group() {
+      group_row += group_rows;
+      group_rows = 0;
+      piece = piece_end;  // not an item
+      if (group_row >= h.rows) return false;
+      group_rows = 1;
+      while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == h.row[group_row].slot) ++group_rows;
+      const uint32_t first = tasks::first_seen(h.row[group_row].position, f.window) / kPiece;
+      piece_end = h.row[group_row + group_rows - 1].position / kPiece + 1;
+      piece = first + (tile + f.splits - count % f.splits) % f.splits;
+      count += piece_end - first;
+      return true;
+    }
+
+    MK_DEVICE void set_pages() {
+      page = tasks::most(piece * kPiecePages, tasks::first_seen(h.row[group_row].position, f.window) / kPage);
+      last_page = tasks::least((piece + 1) * kPiecePages - 1, h.row[group_row + group_rows - 1].position / kPage);
+    }
+  };
+
+  // ---------------------------------------------------------------------------------------------- producer
+  MK_DEVICE static void produce(Producer& p, const abi::Record& record, const Fields& f) {
+    Worker& w = p.w;
+    fence_global_for_copies();
+    const char* pool = reinterpret_cast<const char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
+    Items items(*w.header, record, f);
+    while (items.next()) {
+      const uint32_t pages = items.last_page - items.page + 1;
+      const uint32_t* table = reinterpret_cast<const uint32_t*>(w.args.page_table) +
+                              uint64_t(w.header->row[items.group_row].slot) * w.args.pages_per_slot + items.page;
+      const uint32_t mine = w.warp_lane() < pages ? load_word(table + w.warp_lane()) : 0;
+      for (uint32_t i = 0; i < pages; ++i) {
+        const uint64_t page = __shfl_sync(0xffffffffu, mine, i);
+        p.put(pool + (page * kKvHeads + items.head) * kUnitBytes, kUnitBytes);
+      }
+    }
+  }
+
+  MK_DEVICE static void store(Storer&, const abi::Record&, const Fields&) {}
+
+  // ---------------------------------------------------------------------------------------------- one head at a position
+  struct Eight {
+    float v[8];
+
+    MK_DEVICE void zero() {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = 0.0f;
+    }
+    MK_DEVICE void load_fixed(const float* p) {
+      set(load_constant_quad(p), load_constant_quad(p + 4));
+    }
+    MK_DEVICE void set(const Quad& a, const Quad& b) {
+      v[0] = as_float(a.x), v[1] = as_float(a.y), v[2] = as_float(a.z), v[3] = as_float(a.w);
+      v[4] = as_float(b.x), v[5] = as_float(b.y), v[6] = as_float(b.z), v[7] = as_float(b.w);
+    }
+    MK_DEVICE float squares() const {
+      float s = v[0] * v[0];
+#pragma unroll
+      for (int i = 1; i < 8; ++i) s = fmaf(v[i], v[i], s);
+      return s;
+    }
+    MK_DEVICE void scale(float factor, const Eight& gamma) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * gamma.v[i];
+    }
+    MK_DEVICE Quad packed() const {
+      return {pack<kHalf>(v[0], v[1]), pack<kHalf>(v[2], v[3]), pack<kHalf>(v[4], v[5]), pack<kHalf>(v[6], v[7])};
+    }
+  };
+
+  // (x, y) -> (x cos - y sin, y cos + x sin)
+  MK_DEVICE static void rotate(float& x, float& y, float cos, float sin) {
+    const float a = x * cos - y * sin, b = y * cos + x * sin;
+    x = a;
+    y = b;
+  }
+
+  MK_DEVICE static const float* row_of(const Worker& w, const Fields& f, uint32_t row) {
+    return tasks::workspace<const float>(w, f.qkv) + uint64_t(row) * kColumns;
+  }
+
+  // Eights that other workers publish, `kCount` of a lane, `stride` floats apart; zeros where `wanted` is false.
+  template <uint32_t kCount>
+  MK_DEVICE static void await_eights(Worker& w, Eight (&out)[kCount], const float* p, uint32_t stride, bool wanted) {
+    Quad q[kCount][2];
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      q[i][0] = q[i][1] = Quad{0, 0, 0, 0};
+      if (wanted) q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
+    }
+    Patience patience;
+    for (;;) {
+      bool missing = false;
+#pragma unroll
+      for (uint32_t i = 0; i < kCount; ++i) missing |= invalid(q[i][0]) || invalid(q[i][1]);
+      if (!__any_sync(0xffffffffu, missing)) break;
+      w.lose_patience(patience, abi::FaultKind::kValueBudget, abi::kNone, 0, 0);
+#pragma unroll
+      for (uint32_t i = 0; i < kCount; ++i) {
+        if (invalid(q[i][0]) || invalid(q[i][1])) {
+          q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
+        }
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) out[i].set(q[i][0], q[i][1]);
+  }
+
+  // Lane 4 g + t holds elements [32 c + 8 t, + 8) of q-row `m`, c = 0 .. kChunks - 1: normed, rotated, rounded.
+  MK_DEVICE static void load_query(Worker& w, const Fields& f, const Items& item, uint32_t m, Quad (&out)[kChunks]) {
+    const uint32_t rows = item.group_rows * kGroup, t = w.warp_lane() % 4;
+    const bool wanted = m < rows;
+    const uint32_t row = item.group_row + (wanted ? m / kGroup : 0);
+    const float* q = row_of(w, f, row) + (item.head * kGroup + m % kGroup) * kDim + t * 8;
+    const uint32_t position = w.header->row[row].position;
+    Eight x[kChunks];
+    if constexpr (kHalfRotary > 0 && !kConfig.interleaved) {
+      constexpr uint32_t kTurned = kHalfRotary / 32;
+      Eight cos[kTurned], sin[kTurned];
+#pragma unroll
+      for (uint32_t i = 0; i < kTurned; ++i) {
+        const uint64_t at = uint64_t(position) * kHalfRotary + i * 32 + t * 8;
+        cos[i].load_fixed(tasks::weights<float>(w, f.cos) + at);
+        sin[i].load_fixed(tasks::weights<float>(w, f.sin) + at);
+      }
+      await_eights(w, x, q, 32, wanted);
+      norm_query(w, f, x);
+#pragma unroll
+      for (uint32_t i = 0; i < kTurned; ++i) {
+#pragma unroll
+        for (uint32_t j = 0; j < 8; ++j) rotate(x[i].v[j], x[i + kTurned].v[j], cos[i].v[j], sin[i].v[j]);
+      }
+    } else {
+      await_eights(w, x, q, 32, wanted);
+      norm_query(w, f, x);
+#pragma unroll
+      for (uint32_t i = 0; i < kChunks; ++i) rotate_pairs(w, f, position, i * 32 + t * 8, x[i]);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kChunks; ++i) out[i] = x[i].packed();
+  }
+
+  MK_DEVICE static void norm_query(Worker& w, const Fields& f, Eight (&x)[kChunks]) {
+    if constexpr (kConfig.q_norm) {
+      float s = 0.0f;
+#pragma unroll
+      for (uint32_t i = 0; i < kChunks; ++i) s += x[i].squares();
+      s += __shfl_xor_sync(0xffffffffu, s, 1);
+      s += __shfl_xor_sync(0xffffffffu, s, 2);
+      const float factor = rsqrtf(s / float(kDim) + f.eps);
+#pragma unroll
+      for (uint32_t i = 0; i < kChunks; ++i) {
+        Eight gamma;
+        gamma.load_fixed(tasks::weights<float>(w, f.q_gamma) + i * 32 + w.warp_lane() % 4 * 8);
+        x[i].scale(factor, gamma);
+      }
+    }
+  }
+
+  // Interleaved pairs of the eight elements from `dim` on.
+  MK_DEVICE static void rotate_pairs(Worker& w, const Fields& f, uint32_t position, uint32_t dim, Eight& x) {
+    if constexpr (kHalfRotary > 0) {
+      const uint64_t at = uint64_t(position) * kHalfRotary;
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) {
+        const uint32_t i = dim / 2 + j;
+        if (i < kHalfRotary) {
+          rotate(x.v[2 * j], x.v[2 * j + 1], load_constant(tasks::weights<float>(w, f.cos) + at + i),
+                 load_constant(tasks::weights<float>(w, f.sin) + at + i));
+        }
+      }
+    }
+  }
+
+  // Keys and values of this step that lie in the run go into the stage, and into the page. Lane i < kDim / 8 holds the
+  // i-th eight elements.
+  MK_DEVICE static void append(Worker& w, const Fields& f, const Items& item, uint32_t run_start, uint8_t* stage, char* page) {
+    bool wrote = false;
+    for (uint32_t r = item.group_row; r < item.group_row + item.group_rows; ++r) {
+      const uint32_t position = w.header->row[r].position;
+      if (position / kRunTokens * kRunTokens != run_start) continue;
+      const uint32_t i = w.warp_lane(), token = position % kPage;
+      const bool mine = i < kDim / 8;
+      const float* k = row_of(w, f, r) + (kHeads + item.head) * kDim + (mine ? i * 8 : 0);
+      Eight kv[2];
+      await_eights(w, kv, k, kKvHeads * kDim, mine);
+      if constexpr (kConfig.k_norm) {
+        float s = kv[0].squares();
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) s += __shfl_xor_sync(0xffffffffu, s, d);
+        Eight gamma;
+        gamma.zero();
+        if (mine) gamma.load_fixed(tasks::weights<float>(w, f.k_gamma) + i * 8);
+        kv[0].scale(rsqrtf(s / float(kDim) + f.eps), gamma);
+      }
+      rotate_key(w, f, position, i, kv[0]);
+      if (mine) {
+        const Quad key = kv[0].packed();
+        *reinterpret_cast<Quad*>(stage + key_at(token, i * 8)) = key;
+        *reinterpret_cast<Quad*>(page + key_at(token, i * 8)) = key;
+#pragma unroll
+        for (uint32_t j = 0; j < 8; ++j) {
+          const uint16_t value = uint16_t(pack<kHalf>(kv[1].v[j], 0.0f));
+          *reinterpret_cast<uint16_t*>(stage + value_at(token, i * 8 + j)) = value;
+          *reinterpret_cast<uint16_t*>(page + value_at(token, i * 8 + j)) = value;
+        }
+      }
+      wrote = true;
+    }
+    if (wrote) fence_shared_for_copies();  // before the stage is filled again
+    __syncwarp();
+  }
+
+  MK_DEVICE static void rotate_key(Worker& w, const Fields& f, uint32_t position, uint32_t i, Eight& x) {
+    if constexpr (kConfig.interleaved) {
+      if (i < kDim / 8) rotate_pairs(w, f, position, i * 8, x);
+    } else if constexpr (kHalfRotary > 0) {
+      constexpr uint32_t kTurn = kHalfRotary / 8;
+      const bool low = i < kTurn, turned = i < 2 * kTurn;
+      const uint32_t partner = turned ? (low ? i + kTurn : i - kTurn) : i;
+      Eight cos, sin;
+      cos.zero(), sin.zero();
+      if (turned) {
+        const uint64_t at = uint64_t(position) * kHalfRotary + (low ? i : partner) * 8;
+        cos.load_fixed(tasks::weights<float>(w, f.cos) + at);
+        sin.load_fixed(tasks::weights<float>(w, f.sin) + at);
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < 8; ++j) {
+        const float other = __shfl_sync(0xffffffffu, x.v[j], partner);
+        if (turned) x.v[j] = low ? x.v[j] * cos.v[j] - other * sin.v[j] : x.v[j] * cos.v[j] + other * sin.v[j];
+      }
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------- consumer
+  MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const Fields& f) {
+    Worker& w = c.w;
+    w.sync();  // scratch is free
+    wait_counters(w, record);
+    char* pool = reinterpret_cast<char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
+    Items item(*w.header, record, f);
+    while (item.next()) run_item(c, f, item, pool);
+    clear_last(w, record, f);
+    w.sync();
+    if (w.lane() == 0) signal_counter(w, record);
+  }
+
+  MK_DEVICE static void run_item(Consumer& c, const Fields& f, const Items& item, char* pool) {
+    Worker& w = c.w;
+    const uint32_t run_start = item.piece * kPiece + w.warp() * kRunTokens, my_page = run_start / kPage;
+    const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
+    const Ring first = c.ring;
+    uint8_t* stage = nullptr;
+    for (uint32_t page = item.page; page <= item.last_page; ++page) {
+      uint8_t* at = c.take();
+      if (page == my_page) stage = at;
+      c.ring.next();
+    }
+    if (mine) {
+      const uint32_t* table = reinterpret_cast<const uint32_t*>(w.args.page_table) +
+                              uint64_t(w.header->row[item.group_row].slot) * w.args.pages_per_slot;
+      const uint32_t last = w.header->row[item.group_row + item.group_rows - 1].position;
+      if (last >= run_start && w.header->row[item.group_row].position < run_start + kRunTokens) {
+        const uint64_t page = load_word(table + my_page);
+        append(w, f, item, run_start, stage, pool + (page * kKvHeads + item.head) * kUnitBytes);
+      }
+    }
+    const uint32_t rows = item.group_rows * kGroup;
+    for (uint32_t base = 0; base < rows; base += 16) {
+      if (rows - base > 8) {
+        attend<true>(w, f, item, base, mine ? stage : nullptr, run_start);
+      } else {
+        attend<false>(w, f, item, base, mine ? stage : nullptr, run_start);
+      }
+    }
+    __syncwarp();
+    Ring back = first;
+    for (uint32_t page = item.page; page <= item.last_page; ++page, back.next()) c.give_back(back.slot);
+  }
+
+  // Tokens [low, high) of the run that the q-row sees.
+  struct Seen {
+    uint32_t low, high;
+    MK_DEVICE Seen(const Worker& w, const Fields& f, const Items& item, uint32_t m, uint32_t run_start) {
+      low = high = 0;
+      if (m >= item.group_rows * kGroup) return;
+      const uint32_t position = w.header->row[item.group_row + m / kGroup].position;
+      const uint32_t from = tasks::first_seen(position, f.window);
+      low = from > run_start ? from - run_start : 0;
+      high = position >= run_start ? position - run_start + 1 : 0;
+    }
+  };
+
+  // q-rows [base, base + 16) of the item against this warp's run; then all runs merged and published.
+  template <bool kHigh>
+  MK_DEVICE static void attend(
+      Worker& w, const Fields& f, const Items& item, uint32_t base, const uint8_t* stage, uint32_t run_start) {
+    constexpr uint32_t kHalves = kHigh ? 2 : 1;
+    const uint32_t lane = w.warp_lane(), g = lane / 4, t = lane % 4;
+    float top[kHalves], total[kHalves];
+    float o[kValueTiles][4] = {};
+#pragma unroll
+    for (uint32_t h = 0; h < kHalves; ++h) top[h] = -kInfinity, total[h] = 0.0f;
+    if (stage) {
+      Quad q[kHalves][kChunks];
+      load_query(w, f, item, base + g, q[0]);
+      if constexpr (kHigh) load_query(w, f, item, base + g + 8, q[kHalves - 1]);
+      float s[4][4] = {};
+      const uint8_t* keys = stage + run_start % kPage / 8 * (kDim * 16) + lane * 16;
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+        for (uint32_t i = 0; i < kChunks; ++i) {
+          const Quad b = *reinterpret_cast<const Quad*>(keys + j * (kDim * 16) + i * 512);
+          const Quad high = kHigh ? q[kHalves - 1][i] : Quad{0, 0, 0, 0};
+          multiply<kHalf>(s[j], q[0][i].x, high.x, q[0][i].y, high.y, b.x, b.y);
+          multiply<kHalf>(s[j], q[0][i].z, high.z, q[0][i].w, high.w, b.z, b.w);
+        }
+      }
+#pragma unroll
+      for (uint32_t h = 0; h < kHalves; ++h) {
+        soften(f, s, h, Seen(w, f, item, base + g + h * 8, run_start), t, top[h], total[h]);
+      }
+      uint32_t p[4][2];
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) {
+        p[j][0] = pack<kHalf>(s[j][0], s[j][1]);
+        p[j][1] = kHigh ? pack<kHalf>(s[j][2], s[j][3]) : 0;
+      }
+      const uint8_t* values = stage + kKeyBytes + run_start % kPage / 32 * (kDim * 64) + lane * 16;
+#pragma unroll
+      for (uint32_t n = 0; n < kValueTiles; ++n) {
+        const Quad b = *reinterpret_cast<const Quad*>(values + n * 512);
+        multiply<kHalf>(o[n], p[0][0], p[0][1], p[1][0], p[1][1], b.x, b.y);
+        multiply<kHalf>(o[n], p[2][0], p[2][1], p[3][0], p[3][1], b.z, b.w);
+      }
+    }
+    merge<kHigh>(w, f, item, base, top, total, o);
+  }
+
+  // Scores of one half of the rows become weights.
+  MK_DEVICE static void soften(
+      const Fields& f, float (&s)[4][4], uint32_t h, const Seen& seen, uint32_t t, float& top, float& total) {
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+      for (uint32_t e = 0; e < 2; ++e) {
+        float& v = s[j][h * 2 + e];
+        v *= f.scale;
+        if constexpr (kConfig.softcap) v = f.softcap * tanhf(v / f.softcap);
+        const uint32_t token = j * 8 + t * 2 + e;
+        if (token < seen.low || token >= seen.high) v = -kInfinity;
+        top = max(top, v);
+      }
+    }
+    top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    const float base = top == -kInfinity ? 0.0f : top;
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+      for (uint32_t e = 0; e < 2; ++e) {
+        float& v = s[j][h * 2 + e];
+        v = exp2_fast((v - base) * kLog2e);
+        total += v;
+      }
+    }
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+  }
+
+  // Results of the runs, in order. Rows go through scratch as many at a time as fit.
+  template <bool kHigh>
+  MK_DEVICE static void merge(Worker& w, const Fields& f, const Items& item, uint32_t base, const float (&top)[kHigh ? 2 : 1],
+                              const float (&total)[kHigh ? 2 : 1], const float (&o)[kValueTiles][4]) {
+    const uint32_t g = w.warp_lane() / 4, t = w.warp_lane() % 4;
+    const uint32_t rows = tasks::least(16, item.group_rows * kGroup - base);
+    auto* tops = reinterpret_cast<float2*>(w.block.scratch);  // [kConsumers][16]: top, total
+    float* sums = reinterpret_cast<float*>(w.block.scratch + kConsumers * 16 * sizeof(float2));
+    const uint32_t room = (Sums::below(w.header->rows) - kConsumers * 16 * 8) / (kConsumers * kDim * 4);
+    if (t == 0) {
+      tops[w.warp() * 16 + g] = make_float2(top[0], total[0]);
+      if constexpr (kHigh) tops[w.warp() * 16 + g + 8] = make_float2(top[1], total[1]);
+    }
+    for (uint32_t first = 0; first < rows; first += room) {
+      const uint32_t count = tasks::least(room, rows - first);
+#pragma unroll
+      for (uint32_t h = 0; h < (kHigh ? 2 : 1); ++h) {
+        const uint32_t row = g + h * 8 - first;  // wraps when below
+        if (row >= count) continue;
+        float* out = sums + (w.warp() * count + row) * kDim + t * 2;
+#pragma unroll
+        for (uint32_t n = 0; n < kValueTiles; ++n) {
+          *reinterpret_cast<float2*>(out + n * 8) = make_float2(o[n][h * 2], o[n][h * 2 + 1]);
+        }
+      }
+      w.sync();
+      for (uint32_t i = w.lane(); i < count * kDim; i += w.lanes()) {
+        publish_merged(w, f, item, base + first + i / kDim, tops + first + i / kDim, sums + i, count * kDim, i % kDim);
+      }
+      w.sync();
+    }
+  }
+
+  MK_DEVICE static void publish_merged(Worker& w, const Fields& f, const Items& item, uint32_t m, const float2* tops,
+                                       const float* sums, uint32_t stride, uint32_t dim) {
+    const uint32_t row = item.group_row + m / kGroup, position = w.header->row[row].position;
+    if (position / kPiece < item.piece || tasks::first_seen(position, f.window) / kPiece > item.piece) return;
+    float top = -kInfinity, total = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kRuns; ++i) top = max(top, tops[i * 16].x);
+#pragma unroll
+    for (uint32_t i = 0; i < kRuns; ++i) {
+      const float2 part = tops[i * 16];
+      if (part.x == -kInfinity) continue;
+      const float factor = exp2_fast((part.x - top) * kLog2e);
+      total += factor * part.y;
+      sum += factor * sums[i * stride];
+    }
+    float* out = partial_at(w, f, row, item.head * kGroup + m % kGroup, item.piece);
+    publish(out + dim, sum);
+    if (dim == 0) {
+      publish(out + kDim, top);
+      publish(out + kDim + 1, total);
+    }
+  }
+
+  MK_DEVICE static float* partial_at(const Worker& w, const Fields& f, uint32_t row, uint32_t head, uint32_t piece) {
+    return tasks::workspace<float>(w, f.partials) + ((uint64_t(row) * kHeads + head) * f.max_pieces + piece) * kPartial;
+  }
+
+  // What this record wrote in the step before.
+  MK_DEVICE static void clear_last(Worker& w, const abi::Record& record, const Fields& f) {
+    Items item(*w.last, record, f);
+    while (item.next()) {
+      for (uint32_t m = 0; m < item.group_rows * kGroup; ++m) {
+        float* at = before(w, partial_at(w, f, item.group_row + m / kGroup, item.head * kGroup + m % kGroup, item.piece));
+        for (uint32_t i = w.lane(); i < kPartial; i += w.lanes()) clear(at + i);
+      }
+    }
+  }
+};
+
+}  // namespace megakernel::dev

@@ -1,0 +1,105 @@
+"""A FaultRecord of the kernel in words: who waited for what, who should have signalled, what is missing first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.builder.program import Program
+from megakernel.errors import FaultReport, ProgramError
+from megakernel.tasks.record import NONE, OPCODE_END, FaultKind, Role
+
+Counters = npt.NDArray[np.uint64]
+
+
+def decode_fault(raw: Mapping[str, int], program: Program, counters: Counters | None = None) -> FaultReport:
+    """`raw`: the fields of the FaultRecord; `counters`: their values after the launch, for finding the first cause."""
+    m = program.manifest
+    node = m.nodes[raw["node"]] if raw["node"] < len(m.nodes) else None
+    opcode = raw["opcode"]
+    variant = m.variants[opcode] if opcode < len(m.variants) else "none"
+    try:
+        kind, role = FaultKind(raw["kind"]), Role(raw["role"])
+    except ValueError as e:
+        raise ProgramError(f"the kernel left a fault record that cannot be read ({e}): {dict(raw)}") from e
+    details = [f"record {raw['record']} of its queue, {variant}"]
+    if counters is not None and kind in (FaultKind.WAIT_BUDGET, FaultKind.HEADER_BUDGET):
+        details += missing_signals(program, counters, raw["step"])
+    return FaultReport(
+        kind=kind.name.lower().replace("_", " "),
+        task=node.task if node else variant,
+        node=node.name if node else "none",
+        tile=raw["tile"],
+        worker=raw["worker"],
+        role=role.name.lower(),
+        counter=raw["counter"],
+        value=raw["value"],
+        target=raw["target"],
+        step=raw["step"],
+        producers=producers_of(program, raw["counter"]),
+        detail="; ".join(details),
+    )
+
+
+def producers_of(program: Program, counter: int) -> tuple[str, ...]:
+    """Who signals a counter: node, tiles and worker of each record."""
+    if counter == NONE:
+        return ()
+    return tuple(_describe(program, worker, r) for worker, r in _signallers(program, counter))
+
+
+def missing_signals(program: Program, counters: Counters, step: int) -> list[str]:
+    """One sentence for each counter that lacks signals although records that signal it had all that they wait for.
+
+    A lost signal stops others that stop others; the report may be of any of them, and this tells the first."""
+    said = []
+    free = set(_unblocked(program, counters, step))
+    for counter in range(len(counters)):
+        makers = list(_signallers(program, counter))
+        got = int(counters[counter]) - (step - 1) * len(makers)
+        ready = [(worker, r) for worker, r in makers if _key(worker, r) in free]
+        if makers and got < len(ready):
+            who = ", ".join(_describe(program, worker, r) for worker, r in ready[:4])
+            said.append(f"missing first: counter {counter} has {got} of {len(makers)} signals; ready to signal: {who}")
+    return said
+
+
+def _unblocked(program: Program, counters: Counters, step: int) -> Iterator[tuple[int, int, int]]:
+    """Records whose own waits and those of all before them in the queue are over."""
+    for worker, row in enumerate(program.records):
+        blocked = False
+        for record in row:
+            if int(record["opcode"]) == OPCODE_END:
+                blocked = False  # what follows is the shared list: its records wait for themselves alone
+                continue
+            over = not any(_short(counters, wait, step) for wait in record["waits"][: int(record["wait_count"])])
+            blocked = blocked or not over
+            if not blocked:
+                yield _key(worker, record)
+
+
+def _short(counters: Counters, wait: Any, step: int) -> bool:
+    counter = int(wait["counter"])
+    return counter < len(counters) and int(counters[counter]) < int(wait["count"]) * step
+
+
+def _signallers(program: Program, counter: int) -> Iterator[tuple[int, Any]]:
+    records = program.records
+    for worker, index in zip(*np.nonzero(records["signal"] == counter)):
+        if int(records[worker, index]["opcode"]) != OPCODE_END:
+            yield int(worker), records[worker, index]
+
+
+def _key(worker: int, record: Any) -> tuple[int, int, int]:
+    return worker, int(record["node"]), int(record["tile_begin"])
+
+
+def _describe(program: Program, worker: int, record: Any) -> str:
+    first, count = int(record["tile_begin"]), int(record["tile_count"])
+    name = program.manifest.nodes[int(record["node"])].name
+    tiles = f"tiles {first} to {first + count - 1}" if count else "its tickets"
+    return f"{name} {tiles} on worker {worker}"
+
