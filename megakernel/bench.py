@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,9 +84,11 @@ def compare(
     rounds: int = 3,
     workers: int | None = None,
     against: Sequence[str] | None = None,
+    also: Callable[[LLM], Mapping[str, Contender]] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
-    """A row for each program and context. Raises MissingExtra for a program asked for that is not installed."""
+    """A row for each program and context; `also` adds programs. Raises MissingExtra for a program asked for that is
+    not installed."""
     if tokens < 2 or rounds < 1 or not contexts or min(contexts) < 1:
         raise InvalidRequest(
             f"bench: expected tokens >= 2, rounds >= 1, contexts >= 1, got {tokens}, {rounds}, {list(contexts)}"
@@ -98,6 +100,7 @@ def compare(
         m = llm.program.manifest
         contenders: dict[str, Contender] = {"megakernel": lambda prompt, count: _megakernel(llm, prompt, count)}
         contenders |= _others(model, dtype, against, m.workers)
+        contenders |= also(llm) if also else {}
         for context in contexts:
             prompt = np.random.default_rng(context).integers(0, m.vocab, context).tolist()
             runs: dict[str, list[Run]] = {name: [] for name in contenders}

@@ -16,11 +16,9 @@ def build(config: Mapping[str, Any]) -> Graph:
     """The graph of a config. attention_bias puts a bias on q, k, v and o; rope_interleaved pairs neighbours."""
     fields = Fields(config)
     model = read_model(fields, max_positions=2048, interleaved=fields.flag("rope_interleaved", False))
-    assert model.rope is not None
     bias = fields.flag("attention_bias", False)
     decoder = Decoder(
         config=model,
-        rope=model.rope,
         eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_act", "silu"),
         windows=(None,) * model.layers,

@@ -16,13 +16,11 @@ def build(config: Mapping[str, Any]) -> Graph:
     """The graph of a config. A null sliding_window is full attention, an absent one the family's default of 4096."""
     fields = Fields(config)
     model = read_model(fields, max_positions=131072)
-    assert model.rope is not None
     for name in ("attention_bias", "mlp_bias"):
         fields.only(name, False)
     window = None if fields.null("sliding_window") else fields.integer("sliding_window", 4096)
     decoder = Decoder(
         config=model,
-        rope=model.rope,
         eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_act", "silu"),
         windows=(shown_window(window, model.max_positions),) * model.layers,

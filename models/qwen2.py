@@ -16,12 +16,10 @@ def build(config: Mapping[str, Any]) -> Graph:
     """The graph of a config."""
     fields = Fields(config)
     model = read_model(fields, max_positions=32768)
-    assert model.rope is not None
     fields.only("attention_bias", True)
     fields.only("mlp_bias", False)
     decoder = Decoder(
         config=model,
-        rope=model.rope,
         eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_act", "silu"),
         windows=layer_windows(fields, model.layers, model.max_positions),

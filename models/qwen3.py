@@ -16,18 +16,16 @@ def build(config: Mapping[str, Any]) -> Graph:
     """The graph of a config. attention_bias puts a bias on q, k, v and o."""
     fields = Fields(config)
     model = read_model(fields, max_positions=32768, head_dim=128)
-    assert model.rope is not None
     bias = fields.flag("attention_bias", False)
     fields.only("mlp_bias", False)
     decoder = Decoder(
         config=model,
-        rope=model.rope,
         eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_act", "silu"),
         windows=layer_windows(fields, model.layers, model.max_positions),
         qkv_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="head",
     )
     fields.finish()
     return decoder_graph(decoder)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megakernel.architectures import find_model
-from megakernel.builder.cache import compiled
+from megakernel.builder.cache import compiled, program_entry, writable
 from megakernel.builder.kernel import kernel_source, variant_text, variants_of
 from megakernel.builder.lower import Limits, Lowered, lower
 from megakernel.builder.memory import MemoryPlan, plan
 from megakernel.builder.program import FORMAT, Manifest, NodeInfo, Program, WorkspaceTensor
 from megakernel.device.device import Device, KernelSource
-from megakernel.errors import CapacityError, LoweringError
+from megakernel.errors import CapacityError, LoweringError, ProgramError
 from megakernel.graph import Graph
 from megakernel.scheduler.assign import find_policies
 from megakernel.scheduler.dependencies import schedule
@@ -99,12 +103,18 @@ def build_program(
     that is less. `cache`: folder of compiled kernels. Raises LoweringError, ScheduleError, BuildError, NoCompiler.
     """
     say = progress or (lambda _stage: None)
+    options: dict[str, Any] = {
+        "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
+        "max_rows": max_rows, "policy": policy,
+    }  # fmt: skip
+    flavour = {"chaos": chaos, "trace": trace}
+    entry = program_entry(cache, [dict(config), asdict(target), options, flavour, name, device.compiler_id(target)])
+    found = _try_load(entry)
+    if found is not None:
+        return found
     say("schedule")
-    made = make_plan(
-        config, target, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context,
-        max_rows=max_rows, policy=policy,
-    )  # fmt: skip
-    source = plan_source(made, chaos=chaos, trace=trace)
+    made = make_plan(config, target, **options)
+    source = plan_source(made, **flavour)
     say("compile")
     binary = compiled(source, device, cache)
     opcodes = {text: i for i, text in enumerate(variants_of(made.lowered.nodes))}
@@ -112,7 +122,22 @@ def build_program(
     at = Addresses(weights.__getitem__, lambda t: made.memory.at[t][0])
     records = encode(made.schedule, lambda n: opcodes[variant_text(n)], at)
     manifest = _manifest(made, source, name or made.graph.config.architecture, records.shape[1], policy)
-    return Program(manifest, records, binary, source.text)
+    program = Program(manifest, records, binary, source.text)
+    with contextlib.suppress(ProgramError):  # another process was first with the same program
+        with writable(entry.parent):
+            program.save(entry)
+    return program
+
+
+def _try_load(entry: Path) -> Program | None:
+    """The program of a cache entry, or None; a damaged entry is removed."""
+    if not entry.exists():
+        return None
+    try:
+        return Program.load(entry)
+    except ProgramError:
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
 
 
 def _limits(
@@ -144,8 +169,8 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, po
         format=FORMAT,
         abi_hash=abi_hash(all_fields()),
         name=name,
-        model=asdict(made.graph.config),
-        rope=low.ropes,
+        model=json.loads(json.dumps(asdict(made.graph.config))),  # as it reads back from a file
+        rope=tuple(json.loads(json.dumps(low.ropes))),
         target=target.name,
         backend=target.backend,
         workers=target.workers,
@@ -181,6 +206,4 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, po
 
 def source_hash(source: KernelSource) -> str:
     """Short digest of the generated text, for comparing programs."""
-    import hashlib
-
     return hashlib.sha256(source.text.encode()).hexdigest()[:16]

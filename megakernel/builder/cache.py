@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -51,6 +51,23 @@ def cache_key(source: KernelSource, compiler_id: str) -> str:
     return h.hexdigest()[:32]
 
 
+@lru_cache(maxsize=1)
+def compiler_sources() -> tuple[Path, ...]:
+    """The package's own Python files that decide what a program is: everything below the engine."""
+    folders = ("tasks", "scheduler", "builder", "models")
+    single = [PACKAGE / f"{name}.py" for name in ("graph", "rope", "target", "operators")]
+    return tuple(sorted([p for f in folders for p in (PACKAGE / f).glob("*.py")] + single))
+
+
+def program_entry(folder: Path, parts: Sequence[object]) -> Path:
+    """Where the cache keeps the whole program made from `parts` (plain values) by the present sources."""
+    h = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
+    for path in (*device_sources(), *compiler_sources()):
+        h.update(f"\0{path.name}\0".encode())
+        h.update(path.read_bytes())
+    return folder / "programs" / h.hexdigest()[:32]
+
+
 def compiled(source: KernelSource, device: Device, folder: Path) -> Path:
     """The compiled kernel for `source`: from the cache, or built and published. Raises BuildError, NoCompiler."""
     compiler_id = device.compiler_id(source.target)
@@ -73,17 +90,17 @@ def try_load(entry: Path) -> Path | None:
 
 
 def _build(entry: Path, source: KernelSource, device: Device, compiler_id: str) -> Path:
-    with _writable(entry.parent):
+    with writable(entry.parent):
         entry.parent.mkdir(parents=True, exist_ok=True)
         _sweep(entry.parent)
         work = Path(tempfile.mkdtemp(prefix=".build-", dir=entry.parent))
     try:
-        with _writable(entry.parent):
+        with writable(entry.parent):
             (work / "kernel.cpp").write_text(source.text)
             for name, text in source.headers.items():
                 (work / name).write_text(text)
         device.compile(source, INCLUDE, work / "kernel.bin")
-        with _writable(entry.parent):
+        with writable(entry.parent):
             digest = hashlib.sha256((work / "kernel.bin").read_bytes()).hexdigest()
             (work / "entry.json").write_text(json.dumps({"sha256": digest, "compiler": compiler_id}))
             os.chmod(work, 0o755)
@@ -105,7 +122,8 @@ def _publish(work: Path, entry: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _writable(folder: Path) -> Iterator[None]:
+def writable(folder: Path) -> Iterator[None]:
+    """Turns an OSError inside into a BuildError that names the cache folder."""
     try:
         yield
     except OSError as e:

@@ -1,25 +1,29 @@
 """From operators to fused operators: what becomes one task each, before any tiling.
 
-A linear takes the norm before it as prologue and the bias, residual add or gated activation after it as epilogue;
-the q, k and v linears of one attention become one; per-head norms and rotary embedding move into the attention.
+A linear takes the RMS norm before it as prologue and the bias, scale, residual add, activation or gated activation
+after it as epilogue; the q, k and v linears of one attention become one; per-head norms and rotary embedding move into
+the attention. What is left stands alone: norms behind a linear (with the residual add that follows), layer norms, norms
+over all heads of q and k, and adds of two stored tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megakernel.errors import LoweringError
-from megakernel.graph import Graph, Node, RopeSpec, Tensor
+from megakernel.graph import INPUT, LOGITS, Graph, Node, RopeSpec
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMS norm: `x / sqrt(mean(x^2) + eps) * (offset + gamma)`; `gamma` is a weight's name."""
+    """RMS norm `x / sqrt(mean(x^2) + eps) * (offset + gamma)`, or layer norm with `beta`; weights by name."""
 
     gamma: str
     eps: float
-    offset: float
+    offset: float = 0.0
+    kind: Literal["rms", "layer"] = "rms"
+    beta: str | None = None
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,16 @@ class FusedEmbedding:
     scale: float
     output: str
     layer: int
+    positions: str | None = None
 
 
 @dataclass(frozen=True)
 class FusedMatmul:
     """`epilogue(norm(input) [weights one under the other]^T + biases)`.
 
-    epilogue: "store", "residual" (adds tensor `residual`), "glu" (weights are gate and up; output has half the
-    columns). scale and softcap apply to the result of a "store". sampled: only rows whose logits are wanted.
+    epilogue: "store", "residual" (adds tensor `residual`), "activate" (`activation` of the result), "glu" (weights are
+    gate and up; output has half the columns). scale and softcap apply to the result before all of these, softcap to
+    that of a "store". sampled: only rows whose logits are wanted.
     """
 
     name: str
@@ -52,6 +58,23 @@ class FusedMatmul:
     scale: float = 1.0
     softcap: float = 0.0
     sampled: bool = False
+
+
+@dataclass(frozen=True)
+class FusedNorm:
+    """`residual + scale * norm(input)`; parts of the columns are normed one by one, the rest passes through.
+
+    norms: one for each part, none at all for a plain scale or add. widths: columns of the parts, () for all.
+    """
+
+    name: str
+    input: str
+    output: str
+    layer: int
+    norms: tuple[Norm, ...]
+    widths: tuple[int, ...] = ()
+    residual: str | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +94,7 @@ class FusedAttention:
     k_norm: Norm | None
 
 
-Fused = FusedEmbedding | FusedMatmul | FusedAttention
+Fused = FusedEmbedding | FusedMatmul | FusedNorm | FusedAttention
 
 
 def fuse(graph: Graph) -> tuple[Fused, ...]:
@@ -81,24 +104,31 @@ def fuse(graph: Graph) -> tuple[Fused, ...]:
 
 @dataclass(frozen=True)
 class _Head:
-    """A q or k vector on its way to the attention: the linear it comes from, its per-head norm, its rotation."""
+    """A q or k vector on its way to the attention: the linear it comes from, its norm, its rotation.
+
+    whole: the norm is over all heads together.
+    """
 
     linear: Node
     norm: Norm | None = None
+    whole: bool = False
     rope: RopeSpec | None = None
 
 
 class _Fuser:
+    """Values wait until a reader decides what computes them: `linears`, `norms`, `scales` and `heads` by their name."""
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.uses: dict[str, int] = {}
+        self.uses: dict[str, int] = {graph.output: 1}
         for node in graph.nodes:
             for name in node.inputs:
                 self.uses[name] = self.uses.get(name, 0) + 1
-        self.norms: dict[str, tuple[str, Norm]] = {}  # output -> (input, norm), not yet placed
-        self.linears: dict[str, Node] = {}  # outputs of linears not yet placed
+        self.norms: dict[str, tuple[Node, Norm]] = {}
+        self.linears: dict[str, Node] = {}
+        self.scales: dict[str, Node] = {}
         self.heads: dict[str, _Head] = {}
-        self.made: set[str] = set()
+        self.made: set[str] = {INPUT}
         self.out: list[Fused] = []
 
     def run(self) -> tuple[Fused, ...]:
@@ -107,57 +137,85 @@ class _Fuser:
             if step is None:
                 raise LoweringError(f"node {node.name}: no task computes operator {node.op!r}")
             step(node)
+        output = self.graph.output
+        if output == LOGITS and output not in self.made:
+            self._head(output)
+        self._store(output)
         left = [*self.linears, *self.heads]
-        if self.graph.output in self.linears:
-            self._head(self.graph.output)
-            left = [name for name in left if name != self.graph.output]
-        if left or self.graph.output not in self.made:
-            names = ", ".join(left) or self.graph.output
-            raise LoweringError(f"no task computes {names}: it is not part of a pattern that is known")
+        if left:
+            raise LoweringError(f"no task computes {', '.join(left)}: it is not part of a pattern that is known")
         return tuple(self.out)
 
     def _emit(self, item: Fused) -> None:
         self.out.append(item)
         self.made.add(item.output)
 
+    # ------------------------------------------------------------------------------------------ operators
     def _embedding(self, node: Node) -> None:
-        self._emit(FusedEmbedding(node.name, node.inputs[1], float(node.attrs["scale"]), node.output, node.layer))
+        positions = node.inputs[2] if len(node.inputs) > 2 else None
+        scale = float(node.attrs["scale"])
+        self._emit(FusedEmbedding(node.name, node.inputs[1], scale, node.output, node.layer, positions))
 
     def _rms_norm(self, node: Node) -> None:
         x, gamma = node.inputs
         norm = Norm(gamma, float(node.attrs["eps"]), float(node.attrs["offset"]))
         group = node.attrs["group"]
-        if group is None:
-            self.norms[node.output] = (x, norm)
-        elif x in self.linears:
+        if group is not None and x in self.linears:
             self.heads[node.output] = _Head(self._single(x), norm=norm)
+        elif group is None or group == self.graph.tensor(x).cols:
+            self.norms[node.output] = (node, norm)
         else:
             raise LoweringError(f"node {node.name}: a per-head norm must follow a linear, got {x!r}")
+
+    def _layer_norm(self, node: Node) -> None:
+        beta = node.inputs[2] if len(node.inputs) > 2 else None
+        norm = Norm(node.inputs[1], float(node.attrs["eps"]), kind="layer", beta=beta)
+        self.norms[node.output] = (node, norm)
 
     def _linear(self, node: Node) -> None:
         self.linears[node.output] = node
 
+    def _scale(self, node: Node) -> None:
+        if node.output == self.graph.output == LOGITS:
+            self._head(node.inputs[0], scale=float(node.attrs["factor"]))
+        else:
+            self.scales[node.output] = node
+
+    def _softcap(self, node: Node) -> None:
+        if node.output != self.graph.output or node.output != LOGITS:
+            raise LoweringError(f"node {node.name}: softcap is computed on the logits only, right after their linear")
+        self._head(node.inputs[0], softcap=float(node.attrs["limit"]))
+
     def _rope(self, node: Node) -> None:
-        x = node.inputs[0]
-        head = self.heads.pop(x) if x in self.heads else _Head(self._single(x))
-        self.heads[node.output] = replace(head, rope=node.attrs["spec"])
+        self.heads[node.output] = replace(self._head_of(node.inputs[0]), rope=node.attrs["spec"])
 
     def _attention(self, node: Node) -> None:
-        q, k, v = (self.heads.pop(n) if n in self.heads else _Head(self._single(n)) for n in node.inputs)
+        q, k, v = (self._head_of(n) for n in node.inputs)
         if v.norm or v.rope or q.rope != k.rope:
             raise LoweringError(f"node {node.name}: v is normed or rotated, or q and k are rotated differently")
         linears = (q.linear, k.linear, v.linear)
         if len({n.inputs[0] for n in linears}) != 1:
             raise LoweringError(f"node {node.name}: q, k and v come from different inputs")
         qkv = f"{node.name}.qkv"
-        self._emit(self._matmul(qkv, linears, qkv, node.layer))
         a = node.attrs
+        if q.whole or k.whole:
+            self._emit(self._matmul(f"{node.name}.projected", linears, f"{node.name}.projected", node.layer))
+            self._norm_heads(node, q, k, qkv)
+        else:
+            self._emit(self._matmul(qkv, linears, qkv, node.layer))
         self._emit(
             FusedAttention(
                 node.name, qkv, node.output, node.layer, a["heads"], a["kv_heads"], a["head_dim"], float(a["scale"]),
-                a["window"], a["softcap"], q.rope, q.norm, k.norm,
+                a["window"], a["softcap"], q.rope, None if q.whole else q.norm, None if k.whole else k.norm,
             )
         )  # fmt: skip
+
+    def _norm_heads(self, node: Node, q: _Head, k: _Head, qkv: str) -> None:
+        """A norm over all q heads and one over all k heads."""
+        if not (q.whole and k.whole) or q.norm is None or k.norm is None or q.norm.eps != k.norm.eps:
+            raise LoweringError(f"node {node.name}: q and k must both be normed over all heads, with one eps")
+        widths = tuple(self.graph.tensor(h.linear.output).cols for h in (q, k))
+        self._emit(FusedNorm(f"{node.name}.norm", f"{node.name}.projected", qkv, node.layer, (q.norm, k.norm), widths))
 
     def _glu(self, node: Node) -> None:
         linears = tuple(self._single(n) for n in node.inputs)
@@ -166,30 +224,77 @@ class _Fuser:
         item = self._matmul(node.name, linears, node.output, node.layer)
         self._emit(replace(item, epilogue="glu", activation=str(node.attrs["activation"])))
 
+    def _activation(self, node: Node) -> None:
+        item = self._matmul(node.name, (self._single(node.inputs[0]),), node.output, node.layer)
+        self._emit(replace(item, epilogue="activate", activation=str(node.attrs["activation"])))
+
     def _add(self, node: Node) -> None:
-        for value, residual in (node.inputs, node.inputs[::-1]):
-            if value in self.linears and residual in self.made:
-                item = self._matmul(node.name, (self._single(value),), node.output, node.layer)
-                self._emit(replace(item, epilogue="residual", residual=residual))
+        """The side that waits for its computation takes the other as its residual; the later one if both wait."""
+        pairs = (node.inputs[::-1], node.inputs)
+        for value, residual in pairs:
+            if self._waits(value) and value != residual:
+                self._store(residual)
+                self._finish(value, node, residual)
                 return
-        raise LoweringError(f"node {node.name}: one side of an add must be a linear, the other a stored tensor")
+        for name in node.inputs:
+            self._store(name)
+        self._emit(FusedNorm(node.name, node.inputs[1], node.output, node.layer, (), residual=node.inputs[0]))
 
-    def _scale(self, node: Node) -> None:
-        self._after_linear(node, scale=float(node.attrs["factor"]))
+    # ------------------------------------------------------------------------------------------ waiting values
+    def _waits(self, name: str) -> bool:
+        """Whether a single reader may still decide what becomes of the value."""
+        if name in self.made or self.uses[name] != 1:
+            return False
+        if name in self.scales:
+            return self._waits(self.scales[name].inputs[0]) or self.scales[name].inputs[0] in self.made
+        return name in self.linears or name in self.norms
 
-    def _softcap(self, node: Node) -> None:
-        self._after_linear(node, softcap=float(node.attrs["limit"]))
+    def _store(self, name: str) -> None:
+        """Compute a value that still waits, into a tensor of its own."""
+        if name in self.made:
+            return
+        if name in self.heads or not (name in self.linears or name in self.norms or name in self.scales):
+            raise LoweringError(f"{name!r} is used outside an attention, or nothing makes it; no task computes that")
+        node = self.graph.producer(name)
+        assert node is not None
+        self._finish(name, node, None)
 
-    def _after_linear(self, node: Node, scale: float = 1.0, softcap: float = 0.0) -> None:
-        x = node.inputs[0]
-        if node.output != self.graph.output or x not in self.linears:
-            raise LoweringError(f"node {node.name}: {node.op} is computed on the logits only, right after their linear")
-        self._head(x, scale, softcap)
+    def _finish(self, name: str, target: Node, residual: str | None) -> None:
+        """Emit the value `name` plus `residual` as the output of `target`."""
+        scale, base = 1.0, name
+        if name in self.scales:
+            scale, base = float(self.scales[name].attrs["factor"]), self.scales[name].inputs[0]
+            if not self._waits(base):
+                self._store(base)
+        if base in self.linears and (base == name or self.uses[base] == 1):
+            item = self._matmul(target.name, (self.linears.pop(base),), target.output, target.layer)
+            epilogue = "store" if residual is None else "residual"
+            self._emit(replace(item, epilogue=epilogue, residual=residual, scale=scale))
+            return
+        norms: tuple[Norm, ...] = ()
+        if base in self.norms and base not in self.made:
+            node, norm = self.norms[base]
+            base, norms = node.inputs[0], (norm,)
+            self._store(base)
+        self._emit(FusedNorm(target.name, base, target.output, target.layer, norms, residual=residual, scale=scale))
 
     def _head(self, name: str, scale: float = 1.0, softcap: float = 0.0) -> None:
-        node = self._single(name) if self.uses.get(name) else self.linears.pop(name)
+        """The logits: their linear, for the sampled rows only."""
+        if name not in self.linears or self.uses[name] != 1:
+            raise LoweringError(f"the logits come from {name!r}, which is no linear of its own")
+        node = self.linears.pop(name)
         item = self._matmul(node.name, (node,), self.graph.output, -1)
         self._emit(replace(item, sampled=True, scale=scale, softcap=softcap))
+
+    def _head_of(self, name: str) -> _Head:
+        """What the attention knows of a q, k or v."""
+        if name in self.heads:
+            return self.heads.pop(name)
+        if name in self.norms and self.norms[name][0].inputs[0] in self.linears and self.uses[name] == 1:
+            node, norm = self.norms.pop(name)
+            if norm.kind == "rms":
+                return _Head(self._single(node.inputs[0]), norm=norm, whole=True)
+        return _Head(self._single(name))
 
     def _single(self, name: str) -> Node:
         """The linear that makes `name`, taken out of the waiting ones; it must have no other reader."""
@@ -202,22 +307,10 @@ class _Fuser:
     def _matmul(self, name: str, linears: tuple[Node, ...], output: str, layer: int) -> FusedMatmul:
         source = linears[0].inputs[0]
         norm = None
-        if source in self.norms:
-            source, norm = self.norms[source]
-        if source not in self.made:
-            raise LoweringError(f"node {name}: its input {source!r} is not a stored tensor")
-        biases = tuple(n.inputs[2] for n in linears if len(n.inputs) > 2)
+        if source in self.norms and source not in self.made and self.norms[source][1].kind == "rms":
+            node, norm = self.norms[source]
+            source = node.inputs[0]
+        self._store(source)
+        biases = tuple(n.inputs[2] if len(n.inputs) > 2 else "" for n in linears)
         weights = tuple(n.inputs[1] for n in linears)
-        if biases and len(biases) != len(weights):
-            biases = tuple(n.inputs[2] if len(n.inputs) > 2 else "" for n in linears)
-        return FusedMatmul(name, source, weights, biases, output, layer, norm)
-
-
-def sources(graph: Graph, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The weight tensors of these names."""
-    return tuple(graph.tensor(n) for n in names)
-
-
-def weight_rows(graph: Graph, names: tuple[str, ...]) -> Mapping[str, int]:
-    """Rows of each weight matrix, or elements of each vector."""
-    return {n: (t.cols if t.rows is None else t.rows) for n in names for t in (graph.tensor(n),)}
+        return FusedMatmul(name, source, weights, biases if any(biases) else (), output, layer, norm)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megakernel.builder.fuse import FusedAttention, FusedEmbedding, FusedMatmul, Norm, fuse
+from megakernel.builder.fuse import FusedAttention, FusedEmbedding, FusedMatmul, FusedNorm, Norm, fuse
 from megakernel.builder.layout import weight_layout
 from megakernel.builder.memory import TensorSize
 from megakernel.builder.program import PackedWeight, WeightPart
 from megakernel.errors import LoweringError
-from megakernel.graph import Graph, RopeSpec, Tensor
+from megakernel.graph import LOGITS, Graph, RopeSpec, Tensor
 from megakernel.target import Target
-from megakernel.tasks import advance, attention, combine, embedding, matmul, sample
+from megakernel.tasks import advance, attention, combine, embedding, matmul, norm, sample
 from megakernel.tasks.record import SAMPLE_RESULT
 from megakernel.tasks.task import DType, TaskNode
 
@@ -70,6 +70,11 @@ def splits(target: Target, kv_heads: int) -> int:
     return even if kv_heads * even <= 4 * target.workers else -(-target.workers // kv_heads)
 
 
+def norm_tile(target: Target, cols: int) -> int:
+    """Columns of a tile of a stored norm: an even share of each worker, but no less than 64 or than a sixteenth."""
+    return max(64, -(-cols // (16 * min(16, target.workers))) * 16)
+
+
 @dataclass
 class _Lowering:
     graph: Graph
@@ -89,9 +94,12 @@ class _Lowering:
                 self._embedding(item)
             elif isinstance(item, FusedMatmul):
                 self._matmul(item)
+            elif isinstance(item, FusedNorm):
+                self._norm(item)
             else:
                 self._attention(item)
-        self._sampling()
+        if self.graph.output == LOGITS:
+            self._sampling()
         kv_heads, head_dim = self.kv or (1, 8)
         pages = page_tokens(self.target, head_dim, self.limits.kv_dtype)
         streamed = sum(n.task.cost(n, 0, n.tiles, 0).stream_bytes for n in self.nodes if "weight" in n.weights)
@@ -106,11 +114,34 @@ class _Lowering:
         table = self.graph.tensor(item.table)
         cols = table.cols
         name = self._weight(f"{item.name}.table", "table", _rows(table), cols, (table,))
+        positions = None
+        if item.positions is not None:
+            places = self.graph.tensor(item.positions)
+            positions = self._weight(f"{item.name}.positions", "table", _rows(places), cols, (places,))
         self._tensor(item.output, cols)
         self.nodes.append(
             embedding.node(
                 item.name, cols=cols, table=name, output=item.output, dtype=self.limits.dtype, scale=item.scale,
-                layer=item.layer,
+                positions=positions, layer=item.layer,
+            )
+        )  # fmt: skip
+
+    def _norm(self, item: FusedNorm) -> None:
+        cols = self.tensors[item.input].cols
+        kinds = {n.kind for n in item.norms}
+        if len(kinds) > 1 or len(item.norms) > 2 or len({n.eps for n in item.norms}) > 1:
+            raise LoweringError(f"node {item.name}: its norms differ in kind or eps")
+        betas = tuple(self.graph.tensor(n.beta) for n in item.norms if n.beta is not None)
+        beta = self._weight(f"{item.name}.beta", "vector", sum(b.cols for b in betas), 0, betas) if betas else None
+        self._tensor(item.output, cols)
+        self.nodes.append(
+            norm.node(
+                item.name, cols=cols, input=item.input, output=item.output,
+                norming=norm.Norming[kinds.pop().upper()] if kinds else norm.Norming.NONE,
+                gamma=self._gamma(f"{item.name}.gamma", *item.norms), beta=beta,
+                eps=item.norms[0].eps if item.norms else 0.0, scale=item.scale, residual=item.residual,
+                parts=(item.widths[0], sum(item.widths[1:])) if item.widths else None,
+                tile_cols=norm_tile(self.target, cols), layer=item.layer,
             )
         )  # fmt: skip
 
@@ -130,7 +161,7 @@ class _Lowering:
                 tile_n=layout.tile_n, k_unit=layout.k_unit, units=layout.k_padded // layout.k_unit,
                 gamma=self._gamma(f"{item.name}.gamma", item.norm), eps=item.norm.eps if item.norm else 0.0,
                 residual=item.residual, bias=bias, glu=item.activation if glu else None, sampled=item.sampled,
-                scale=item.scale, softcap=item.softcap, layer=item.layer,
+                scale=item.scale, softcap=item.softcap, activation=None if glu else item.activation, layer=item.layer,
             )
         )  # fmt: skip
 
@@ -197,16 +228,20 @@ class _Lowering:
     ) -> str:  # fmt: skip
         if size is None:
             size = n * max(k, 1) * (self.limits.dtype.bytes if kind == "table" else 4)
-        sources = tuple(_part(t) for t in parts)
+        sources = tuple(part for t in parts for part in _parts(t))
         self.weights.append(PackedWeight(name, kind, self.at, size, n, k, sources, add, rope))
         self.at += -(-size // ALIGN) * ALIGN
         return name
 
-    def _gamma(self, name: str, norm: Norm | None) -> str | None:
-        if norm is None:
+    def _gamma(self, name: str, *norms: Norm | None) -> str | None:
+        """The gammas one behind the other, offsets added."""
+        given = tuple(n for n in norms if n is not None)
+        if not given:
             return None
-        gamma = self.graph.tensor(norm.gamma)
-        return self._weight(name, "vector", gamma.cols, 0, (gamma,), add=norm.offset)
+        if len({n.offset for n in given}) > 1:
+            raise LoweringError(f"{name}: norms of one task with different offsets")
+        gammas = tuple(self.graph.tensor(n.gamma) for n in given)
+        return self._weight(name, "vector", sum(g.cols for g in gammas), 0, gammas, add=given[0].offset)
 
     def _bias(self, item: FusedMatmul, parts: tuple[Tensor, ...], padded: int, glu: bool) -> str | None:
         if not item.biases:
@@ -235,7 +270,8 @@ def _rows(tensor: Tensor) -> int:
     return tensor.rows
 
 
-def _part(tensor: Tensor) -> WeightPart:
-    if tensor.source is None:
+def _parts(tensor: Tensor) -> tuple[WeightPart, ...]:
+    source = tensor.source
+    if source is None:
         raise LoweringError(f"{tensor.name} is not a weight of the checkpoint")
-    return WeightPart(tensor.source.tensor, tensor.source.start, tensor.source.stop)
+    return tuple(WeightPart(source.tensor, first, last, source.transposed) for first, last in source.ranges())

@@ -23,11 +23,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Rows `[start, stop)` of one checkpoint tensor; `stop` -1 is to the end."""
+    """Rows `[start, stop)` of one checkpoint tensor, or of its transpose; `stop` -1 is to the end."""
 
     tensor: str
     start: int = 0
     stop: int = -1
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,11 @@ def _concatenated(weight: PackedWeight, dtype: str, first: int, last: int, read:
 
 def _read_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: Read) -> Array:
     p = weight.parts[part]
-    data = read(p.tensor, dtype, slice(p.start + rows.start, p.start + rows.stop))
+    wanted = slice(p.start + rows.start, p.start + rows.stop)
+    if p.transposed:
+        data = np.ascontiguousarray(read(p.tensor, dtype, slice(None))[:, wanted].T)
+    else:
+        data = read(p.tensor, dtype, wanted)
     if data.shape[1] != weight.k:
         raise CheckpointError(f"tensor {p.tensor}: expected {weight.k} columns, got {data.shape[1]}")
     return _finite(p.tensor, data)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from megakernel.device.device import Availability, Buffer, Bytes, Device, Executable, KernelSource
 from megakernel.errors import BuildError, CapacityError, DeviceUnavailable, NoCompiler, ProgramError
+from megakernel.settings import read_settings
 from megakernel.target import TARGETS, Target, find_target
 
 BASE_FLAGS = (
@@ -64,7 +65,7 @@ def find_compiler(wanted: str | None = None) -> tuple[str, ...]:
     """Command of a C++20 compiler. `wanted` (or MEGAKERNEL_CXX) names one; else g++, clang++, the ziglang wheel.
 
     Raises NoCompiler listing where it looked."""
-    wanted = wanted or os.environ.get("MEGAKERNEL_CXX")
+    wanted = wanted or read_settings().cxx
     if wanted:
         command = tuple(shlex.split(wanted))
         if shutil.which(command[0]) is None:
@@ -248,9 +249,9 @@ class CpuDevice(Device):
 
 def devices() -> list[Device]:
     """The one CPU device; MEGAKERNEL_TARGET and MEGAKERNEL_WORKERS choose another instruction set or worker count."""
-    target, workers = os.environ.get("MEGAKERNEL_TARGET"), os.environ.get("MEGAKERNEL_WORKERS")
-    name = target if target and target.startswith("cpu") else None
-    return [CpuDevice(int(workers) if workers and workers.isdigit() else None, name)]
+    settings = read_settings()
+    name = settings.target if settings.target and settings.target.startswith("cpu") else None
+    return [CpuDevice(settings.workers, name)]
 
 
 def _small(size: int) -> _Memory:

@@ -17,10 +17,12 @@ constexpr int kWide = 16;
 #else
 constexpr int kWide = 8;
 #endif
-constexpr int kPrefetchBytes = 2048;  // ahead of the weights being read
+// Bytes ahead of the weights being read; measured. Float32 streams are left to the hardware.
+template <DType kType>
+constexpr int kPrefetchBytes = kType == DType::kF32 ? 0 : 1024;
 
-// kRows x (kColumns vectors) outputs.
-template <DType kType, int kN, int kLanes, int kRows, int kColumns>
+// kRows x (kColumns vectors) outputs. kFirst: the weights come from memory, not from a pass before.
+template <DType kType, int kN, int kLanes, int kRows, int kColumns, bool kFirst>
 MK_INLINE void dot_block(float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const char* tile, uint32_t k,
                          bool accumulate) {
   using F = Vector<float, kLanes>;
@@ -31,8 +33,8 @@ MK_INLINE void dot_block(float* out, uint32_t ld_out, const float* x, uint32_t l
   }
   constexpr uint32_t kStep = kType == DType::kF32 ? 1 : 2;
   for (uint32_t c = 0; c < k; c += kStep, tile += kN * 4) {
-    if constexpr (kRows == 1) {
-      for (int line = 0; line < kColumns * kLanes * 4; line += 64) __builtin_prefetch(tile + kPrefetchBytes + line);
+    if constexpr (kFirst && kPrefetchBytes<kType> > 0) {
+      for (int line = 0; line < kColumns * kLanes * 4; line += 64) __builtin_prefetch(tile + kPrefetchBytes<kType> + line);
     }
     for (int j = 0; j < kColumns; ++j) {
       if constexpr (kType == DType::kF32) {
@@ -51,18 +53,27 @@ MK_INLINE void dot_block(float* out, uint32_t ld_out, const float* x, uint32_t l
   }
 }
 
-// All columns from `column` on, at most kColumns vectors a pass.
-template <DType kType, int kN, int kLanes, int kRows, int kColumns>
-MK_INLINE void dot_columns(float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const char* tile, uint32_t k,
-                           bool accumulate) {
-  constexpr int kVectors = kN / kLanes;
-  int j = 0;
-  for (; j + kColumns <= kVectors; j += kColumns) {
-    dot_block<kType, kN, kLanes, kRows, kColumns>(out + j * kLanes, ld_out, x, ld_x, tile + j * kLanes * 4, k, accumulate);
+// All rows of a few vectors of columns: threes, and twos where threes would leave a single row.
+template <DType kType, int kN, int kLanes, int kColumns>
+MK_INLINE void dot_rows(float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const char* tile, uint32_t rows,
+                        uint32_t k, bool accumulate) {
+  if (rows == 1) return dot_block<kType, kN, kLanes, 1, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
+  if (rows == 2) return dot_block<kType, kN, kLanes, 2, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
+  if (rows == 4) {
+    dot_block<kType, kN, kLanes, 2, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
+    return dot_block<kType, kN, kLanes, 2, kColumns, false>(out + 2 * ld_out, ld_out, x + 2 * ld_x, ld_x, tile, k, accumulate);
   }
-  if constexpr (kVectors % kColumns != 0) {
-    for (; j < kVectors; ++j) {
-      dot_block<kType, kN, kLanes, kRows, 1>(out + j * kLanes, ld_out, x, ld_x, tile + j * kLanes * 4, k, accumulate);
+  dot_block<kType, kN, kLanes, 3, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
+  for (uint32_t r = 3; r < rows;) {
+    const uint32_t left = rows - r;
+    float* to = out + r * ld_out;
+    const float* from = x + r * ld_x;
+    if (left == 2 || left == 4) {
+      dot_block<kType, kN, kLanes, 2, kColumns, false>(to, ld_out, from, ld_x, tile, k, accumulate);
+      r += 2;
+    } else {
+      dot_block<kType, kN, kLanes, 3, kColumns, false>(to, ld_out, from, ld_x, tile, k, accumulate);
+      r += 3;
     }
   }
 }
@@ -72,25 +83,15 @@ __attribute__((noinline)) void dot_tile(W&, float* out, uint32_t ld_out, const f
                                         uint32_t rows, uint32_t k, bool accumulate) {
   static_assert(kN % kWidth == 0, "a tile has whole vectors of columns");
   constexpr int kLanes = kN % kWide == 0 ? kWide : kWidth;
-  constexpr int kVectors = kN / kLanes, kFew = kVectors < 4 ? kVectors : 4;
+  constexpr int kVectors = kN / kLanes;
   const char* tile = static_cast<const char*>(stage);
-  if (rows == 1) return dot_columns<kType, kN, kLanes, 1, kFew>(out, ld_out, x, ld_x, tile, k, accumulate);
-  if (rows == 2) return dot_columns<kType, kN, kLanes, 2, kFew>(out, ld_out, x, ld_x, tile, k, accumulate);
-  // Two vectors of columns stay in the cache while all rows pass over them.
-  constexpr int kPair = kVectors % 2 == 0 ? 2 : 1;
-  for (int j = 0; j < kVectors; j += kPair) {
-    float* to = out + j * kLanes;
-    const char* from = tile + j * kLanes * 4;
-    uint32_t r = 0;
-    for (; r + 4 <= rows; r += 4) {
-      dot_block<kType, kN, kLanes, 4, kPair>(to + r * ld_out, ld_out, x + r * ld_x, ld_x, from, k, accumulate);
-    }
-    const uint32_t left = rows - r;
-    to += r * ld_out;
-    const float* rest = x + r * ld_x;
-    if (left == 3) dot_block<kType, kN, kLanes, 3, kPair>(to, ld_out, rest, ld_x, from, k, accumulate);
-    if (left == 2) dot_block<kType, kN, kLanes, 2, kPair>(to, ld_out, rest, ld_x, from, k, accumulate);
-    if (left == 1) dot_block<kType, kN, kLanes, 1, kPair>(to, ld_out, rest, ld_x, from, k, accumulate);
+  if (rows == 0) return;
+  for (int j = 0; j + 4 <= kVectors; j += 4) {
+    dot_rows<kType, kN, kLanes, 4>(out + j * kLanes, ld_out, x, ld_x, tile + j * kLanes * 4, rows, k, accumulate);
+  }
+  if constexpr (constexpr int kLeft = kVectors % 4; kLeft != 0) {
+    constexpr int kDone = (kVectors - kLeft) * kLanes;
+    dot_rows<kType, kN, kLanes, kLeft>(out + kDone, ld_out, x, ld_x, tile + kDone * 4, rows, k, accumulate);
   }
 }
 

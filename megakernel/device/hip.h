@@ -63,11 +63,15 @@ struct Worker {
 
   template <class F>
   MK_DEVICE void for_each(uint32_t n, F f) const {
-    for (uint32_t i = lane(); i < n; i += lanes()) f(i, All{});
+    for (uint32_t base = 0; base < n; base += lanes()) {
+      if (const uint32_t i = base + lane(); i < n) f(i, All{});
+    }
   }
   template <class F>
   MK_DEVICE void for_each(uint32_t rows, uint32_t n, F f) const {
-    for (uint32_t at = lane(); at < rows * n; at += lanes()) f(at / n, at % n, All{});
+    for (uint32_t base = 0; base < rows * n; base += lanes()) {
+      if (const uint32_t at = base + lane(); at < rows * n) f(at / n, at % n, All{});
+    }
   }
 
   MK_DEVICE float sum(float v) {
@@ -93,7 +97,7 @@ struct Worker {
   template <class T>
   MK_DEVICE T broadcast(T v) {
     static_assert(sizeof(T) <= sizeof(uint64_t));
-    uint64_t& word = lds.word[turn_++ & 1];
+    uint64_t& word = lds.word[turn()];
     if (lane() == 0) __builtin_memcpy(&word, &v, sizeof v);
     sync();
     const uint64_t bits = uint64_t(uniform(uint32_t(word >> 32))) << 32 | uniform(uint32_t(word));
@@ -147,7 +151,7 @@ struct Worker {
     bool good = true;
     if (lane() == 0) good = wait(p, target, kind, counter);
     good = broadcast(good);
-    failed |= !good;
+    failed = uniform(failed || !good);
     return good;
   }
 
@@ -190,6 +194,8 @@ struct Worker {
     store_release_system(&f->kind, uint32_t(kind));
   }
 
+  MK_DEVICE uint32_t turn() { return turn_ = uniform(turn_ ^ 1); }
+
   // Halves of a wave, then waves in order. Two rows of partial results alternate, so one barrier is enough.
   template <class T, class F>
   MK_DEVICE T reduce(T v, F f) {
@@ -197,13 +203,13 @@ struct Worker {
     for (uint32_t mask = kWave / 2; mask > 0; mask /= 2) {
       v = f(v, __builtin_bit_cast(T, exchange(__builtin_bit_cast(uint32_t, v), mask)));
     }
-    uint32_t* partial = lds.partial[turn_++ & 1];
+    uint32_t* partial = lds.partial[turn()];
     if (wave_lane() == 0) partial[wave_index()] = __builtin_bit_cast(uint32_t, v);
     meet();
     T out = __builtin_bit_cast(T, partial[0]);
 #pragma unroll
     for (uint32_t i = 1; i < kWaves; ++i) out = f(out, __builtin_bit_cast(T, partial[i]));
-    return out;
+    return __builtin_bit_cast(T, uniform(__builtin_bit_cast(uint32_t, out)));
   }
 
   // A random delay of a wave: often none, sometimes short, rarely long.
@@ -222,17 +228,18 @@ MK_DEVICE void dot_matrix(
     float* out, uint32_t ld_out, const X* x, uint32_t ld_x, const MK_MEMORY uint32_t* tile, uint32_t rows, uint32_t k,
     bool accumulate) {
   constexpr uint32_t kBlocks = kN / 16, kParts = kWaves > kBlocks ? kWaves / kBlocks : 1, kTeams = kWaves / kParts;
-  const uint32_t team = wave_index() / kParts, part = wave_index() % kParts, column = wave_lane() % 16;
+  const uint32_t wave = wave_index(), team = wave / kParts, part = wave % kParts;
+  const uint32_t lane = wave_lane(), column = lane % 16;
   const uint32_t units = kBlocks * ((rows + 15) / 16);
-  float* mine = lds.sums + wave_index() * 256;
+  float* mine = lds.sums + wave * 256;
   for (uint32_t base = 0; base < units; base += kTeams) {
     const uint32_t unit = base + team;
     if (team < kTeams && unit < units) {
       const uint32_t row = unit / kBlocks * 16 + column;
       const Matrix::Sums sums = dot_block<kType, kN, kParts>(
-          x + uint64_t(row < rows ? row : rows - 1) * ld_x, tile, unit % kBlocks * 16 + column, k, part);
+          x + uint64_t(row < rows ? row : rows - 1) * ld_x, tile, lane, unit % kBlocks * 16 + column, k, part);
 #pragma unroll
-      for (uint32_t i = 0; i < Matrix::kOut; ++i) mine[Matrix::row_of(wave_lane(), i) * 16 + column] = sums[i];
+      for (uint32_t i = 0; i < Matrix::kOut; ++i) mine[Matrix::row_of(lane, i) * 16 + column] = sums[i];
     }
     meet();
     for (uint32_t at = thread_index(); at < kTeams * 256; at += kThreads) {

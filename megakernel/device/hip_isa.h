@@ -16,7 +16,14 @@ constexpr uint32_t kThreads = 256;  // of a workgroup, which is one worker
 constexpr uint32_t kWaves = kThreads / kWave;
 
 // ------------------------------------------------------------------------------------------------ where a lane is
-MK_DEVICE uint32_t thread_index() { return __builtin_amdgcn_workitem_id_x(); }
+// Opaque, so that masks made of it are computed where they are used: a kernel of this size has no scalar registers to
+// keep them all.
+MK_DEVICE uint32_t thread_index() {
+  uint32_t index = __builtin_amdgcn_workitem_id_x();
+  asm volatile("" : "+v"(index));
+  __builtin_assume(index < kThreads);
+  return index;
+}
 MK_DEVICE uint32_t group_index() { return __builtin_amdgcn_workgroup_id_x(); }
 MK_DEVICE uint32_t uniform(uint32_t v) { return uint32_t(__builtin_amdgcn_readfirstlane(int(v))); }
 MK_DEVICE uint32_t wave_index() { return uniform(thread_index() / kWave); }

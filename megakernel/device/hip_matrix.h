@@ -108,12 +108,13 @@ MK_DEVICE uint32_t tile_index(uint32_t c, uint32_t j) {
 // Adds columns c to c + kStep of the products; columns from k on count as zero.
 template <DType kType, int kN, bool kTail, class X>
 MK_DEVICE Matrix::Sums dot_step(
-    Matrix::Sums sums, const X* x, const MK_MEMORY uint32_t* tile, uint32_t column, uint32_t c, uint32_t k) {
+    Matrix::Sums sums, const X* x, const MK_MEMORY uint32_t* tile, uint32_t lane, uint32_t column, uint32_t c,
+    uint32_t k) {
   constexpr int kPieces = pieces_of(kType);
   Matrix::Operand a[3], b[kPieces];
 #pragma unroll
   for (uint32_t i = 0; i < Matrix::kIn; i += 2) {
-    const uint32_t at = c + Matrix::k_of(wave_lane(), i);
+    const uint32_t at = c + Matrix::k_of(lane, i);
     const bool inside = !kTail || at < k;
     const uint32_t from = inside ? at : 0;
     uint32_t left[3], right[kPieces];
@@ -137,14 +138,14 @@ MK_DEVICE Matrix::Sums dot_step(
 // Steps part, part + kParts, ... of a row of x by 16 columns of the tile.
 template <DType kType, int kN, uint32_t kParts, class X>
 MK_DEVICE Matrix::Sums dot_block(
-    const X* x, const MK_MEMORY uint32_t* tile, uint32_t column, uint32_t k, uint32_t part) {
+    const X* x, const MK_MEMORY uint32_t* tile, uint32_t lane, uint32_t column, uint32_t k, uint32_t part) {
   Matrix::Sums sums{};
   uint32_t c = part * Matrix::kStep;
 #pragma nounroll
   for (; c + Matrix::kStep <= k; c += kParts * Matrix::kStep) {
-    sums = dot_step<kType, kN, false>(sums, x, tile, column, c, k);
+    sums = dot_step<kType, kN, false>(sums, x, tile, lane, column, c, k);
   }
-  if (c < k) sums = dot_step<kType, kN, true>(sums, x, tile, column, c, k);
+  if (c < k) sums = dot_step<kType, kN, true>(sums, x, tile, lane, column, c, k);
   return sums;
 }
 

@@ -70,7 +70,7 @@ MK_DEVICE void run_task(Worker& w, const abi::Record& record) {
   typename T::Walk walk(w, record, fields);
   Ahead<typename T::Walk> ahead{w, walk};
   if (!queue::wait_all(w, record, [&] { ahead(); })) return;
-  typename T::State state;
+  typename T::State state{};
   while (walk.next(w)) {
     if (walk.unit.load) T::load(w, fields, state, walk);
     T::consume(w, fields, state, walk, const_cast<void*>(walk.unit.address));

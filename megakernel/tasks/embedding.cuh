@@ -6,6 +6,7 @@ namespace megakernel::tasks {
 
 struct EmbeddingConfig {
   DType dtype = DType::kF32;
+  bool positions = false;
 };
 
 template <EmbeddingConfig kConfig>
@@ -20,7 +21,12 @@ struct Embedding {
     const uint64_t row_bytes = uint64_t(f.cols) * dev::bytes_of(kConfig.dtype);
     w.for_each(w.header->rows, width, [&](uint32_t r, uint32_t i, auto part) {
       const char* row = table + uint32_t(w.header->row[r].token) * row_bytes;
-      dev::store(out + uint64_t(r) * f.cols + i, dev::load_as<kConfig.dtype>(row, first + i, part) * f.scale, part);
+      dev::Vf v = dev::load_as<kConfig.dtype>(row, first + i, part) * f.scale;
+      if constexpr (kConfig.positions) {
+        const char* at = weights<char>(w, f.positions) + w.header->row[r].position * row_bytes;
+        v += dev::load_as<kConfig.dtype>(at, first + i, part);
+      }
+      dev::store(out + uint64_t(r) * f.cols + i, v, part);
     });
   }
 };

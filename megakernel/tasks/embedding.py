@@ -1,6 +1,7 @@
 """Embedding: rows of a table, one for each row of the step.
 
 output[r, :] = scale * table[token[r], :]          output [rows, cols] float32, table [vocab, cols] row-major
+             + positions[position[r], :]           if there is such a table [positions, cols]
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.tasks.record import Field, Struct
+from megakernel.tasks.record import NONE64, Field, Struct
 from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant
 
 Array = npt.NDArray[Any]
@@ -20,7 +21,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class EmbeddingConfig(Variant):
-    dtype: DType = DType.F32  # of the table
+    dtype: DType = DType.F32  # of the tables
+    positions: bool = False
 
 
 class Embedding(Task):
@@ -33,6 +35,7 @@ class Embedding(Task):
         "EmbeddingFields",
         (
             Field("table", "u64", doc="offset in the weights"),
+            Field("positions", "u64", doc="offset in the weights, or kNone64"),
             Field("output", "u32", doc="offset in the workspace"),
             Field("cols", "u32"),
             Field("tile_cols", "u32"),
@@ -53,12 +56,14 @@ class Embedding(Task):
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
         cols = count * node.sizes["tile_cols"]
         assert isinstance(node.variant, EmbeddingConfig)
-        return Cost(other_bytes=cols * (node.variant.dtype.bytes + 4.0), flops=float(cols))
+        read = node.variant.dtype.bytes * (2.0 if node.variant.positions else 1.0)
+        return Cost(other_bytes=cols * (read + 4.0), flops=float(cols))
 
     @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
         return {
             "table": at.weight(node.weights["table"]),
+            "positions": at.weight(node.weights["positions"]) if "positions" in node.weights else NONE64,
             "output": at.tensor(node.tensors["output"]),
             "cols": node.sizes["cols"],
             "tile_cols": node.sizes["tile_cols"],
@@ -68,21 +73,22 @@ class Embedding(Task):
 
 def node(
     name: str, *, cols: int, table: str, output: str, dtype: DType, scale: float = 1.0, tile_cols: int = 1024,
-    layer: int = -1,
+    positions: str | None = None, layer: int = -1,
 ) -> TaskNode:  # fmt: skip
-    """Embedding of `cols` columns. Weight `table`: [vocab, cols] row-major in `dtype`; tensor `output`: f32 [rows, cols].
-
-    `tile_cols` columns make a tile."""
+    """Embedding of `cols` columns. Weights `table` [vocab, cols] and `positions` [positions, cols], row-major in `dtype`;
+    tensor `output`: f32 [rows, cols]. `tile_cols` columns make a tile."""
     width = min(cols, tile_cols)
     return TaskNode(
-        name, Embedding, EmbeddingConfig(dtype), -(-cols // width), {"output": output}, {"table": table},
+        name, Embedding, EmbeddingConfig(dtype, positions is not None), -(-cols // width), {"output": output},
+        {"table": table, **({} if positions is None else {"positions": positions})},
         {"cols": cols, "tile_cols": width}, {"scale": scale}, layer,
     )  # fmt: skip
 
 
-def reference(table: Array, tokens: Array, scale: float) -> Array:
-    """[rows, cols] float32."""
-    return np.asarray(np.asarray(table, np.float32)[tokens] * np.float32(scale))
+def reference(table: Array, tokens: Array, scale: float, added: Array | None = None) -> Array:
+    """`added`: the rows of `positions`. [rows, cols] float32."""
+    out = np.asarray(table, np.float32)[tokens] * np.float32(scale)
+    return np.asarray(out if added is None else out + np.asarray(added, np.float32))
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ class Case:
     dtype: DType = DType.F32
     scale: float = 1.0
     tile_cols: int = 1024
+    positions: bool = False
 
 
 def cases() -> tuple[Case, ...]:
@@ -102,4 +109,6 @@ def cases() -> tuple[Case, ...]:
         Case(3, 300, 577, DType.BF16, 2.5, 64),
         Case(16, 65, 576, DType.F16),
         Case(16, 17, 130, DType.F32, 0.125, 128),
+        Case(5, 31, 77, DType.F32, positions=True, tile_cols=32),
+        Case(16, 31, 64, DType.BF16, 2.0, positions=True),
     )

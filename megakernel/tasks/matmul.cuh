@@ -4,8 +4,8 @@
 
 namespace megakernel::tasks {
 
-enum class Epilogue { kStore, kResidual, kGlu };
-enum class Activation { kSilu, kGeluTanh, kGelu };
+enum class Epilogue { kStore, kResidual, kGlu, kActivate };
+enum class Activation { kSilu, kGeluTanh, kGelu, kRelu };
 
 struct MatmulConfig {
   DType dtype = DType::kF32;
@@ -24,6 +24,7 @@ MK_DEVICE dev::Vf activate(dev::Vf x) {
   if constexpr (kActivation == Activation::kGeluTanh) {  // 0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u))
     return x / (1.0f + dev::exp(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
   }
+  if constexpr (kActivation == Activation::kRelu) return dev::select(x < 0.0f, dev::splat(0.0f), x);
   return 0.5f * x * (1.0f + dev::erf(x * 0.70710678118654752f));
 }
 
@@ -143,6 +144,7 @@ struct Matmul {
       };
       dev::Vf y = value(i);
       if constexpr (kConfig.epilogue == Epilogue::kGlu) y = activate<kConfig.activation>(y) * value(kOut + i);
+      if constexpr (kConfig.epilogue == Epilogue::kActivate) y = activate<kConfig.activation>(y);
       if constexpr (kConfig.softcap) y = f.softcap * dev::tanh(y / f.softcap);
       if constexpr (kConfig.epilogue == Epilogue::kResidual) {
         y += dev::load(workspace<const float>(w, f.residual) + first + to, part);

@@ -4,6 +4,7 @@
     y[r, j] = scale * (sum over c of x[r, c] * weight[j, c] + bias[j])
     store:     output = y, or softcap * tanh(y / softcap)
     residual:  output = residual + y
+    activate:  output = act(y)
     glu:       output[r, i] = act(gate[r, i]) * up[r, i]; rows of the weights alternate, half a tile of gate, half of up
 
 Activations are float32 [rows, cols], sums are float32 with c ascending in one chain for each output; weights are
@@ -31,14 +32,16 @@ class Epilogue(enum.Enum):
     STORE = 0
     RESIDUAL = 1
     GLU = 2
+    ACTIVATE = 3
 
 
 class Activation(enum.Enum):
-    """Of the gate. GELU_TANH is the tanh approximation, GELU the exact one."""
+    """Of the gate, or of the output. GELU_TANH is the tanh approximation, GELU the exact one."""
 
     SILU = 0
     GELU_TANH = 1
     GELU = 2
+    RELU = 3
 
 
 @dataclass(frozen=True)
@@ -120,25 +123,28 @@ def node(
     name: str, *, n: int, k: int, input: str, output: str, weight: str, dtype: DType, tile_n: int,
     k_unit: int | None = None, units: int = 1, gamma: str | None = None, eps: float = 0.0, residual: str | None = None,
     bias: str | None = None, glu: Activation | str | None = None, sampled: bool = False, scale: float = 1.0,
-    softcap: float = 0.0, layer: int = -1,
+    softcap: float = 0.0, activation: Activation | str | None = None, layer: int = -1,
 ) -> TaskNode:  # fmt: skip
     """A matmul with `n` output columns and `k` input columns.
 
     Weight `weight`: packed by the target's layout in tiles of `tile_n` rows, each tile `units` units of `k_unit`
     columns (default: one unit, k rounded up to even); with `glu` it holds 2 n rows, gate and up interleaved by half
     tiles. `gamma` f32 [k] switches the norm on; `bias` f32 in packed row order, padded to whole tiles. Tensors are
-    f32: `input` [rows, k], `output` and `residual` [rows, n]. `residual` excludes `glu`. Raises LoweringError.
+    f32: `input` [rows, k], `output` and `residual` [rows, n]. `residual`, `glu` and `activation` (of the output) exclude
+    each other. Raises LoweringError.
     """
     if glu is not None and (residual is not None or tile_n % 2):
         raise LoweringError(f"matmul {name}: glu takes no residual and an even tile_n, got {residual!r}, {tile_n}")
-    if softcap and (glu is not None or residual is not None):
+    if softcap and (glu is not None or residual is not None or activation is not None):
         raise LoweringError(f"matmul {name}: softcap needs a plain store")
+    if activation is not None and (glu is not None or residual is not None):
+        raise LoweringError(f"matmul {name}: an activation of the output takes no glu and no residual")
     epilogue = Epilogue.GLU if glu is not None else Epilogue.RESIDUAL if residual is not None else Epilogue.STORE
-    activation = Activation.SILU if glu is None else glu if isinstance(glu, Activation) else _activation(name, glu)
+    epilogue = Epilogue.ACTIVATE if activation is not None else epilogue
+    wanted = glu if glu is not None else activation
+    kind = Activation.SILU if wanted is None else _activation(name, wanted)
     tile_out = tile_n // 2 if glu is not None else tile_n
-    variant = MatmulConfig(
-        dtype, tile_n, gamma is not None, epilogue, activation, bias is not None, sampled, softcap != 0.0
-    )
+    variant = MatmulConfig(dtype, tile_n, gamma is not None, epilogue, kind, bias is not None, sampled, softcap != 0.0)
     optional = (("gamma", gamma), ("bias", bias))
     return TaskNode(
         name, Matmul, variant, -(-n // tile_out),
@@ -149,9 +155,11 @@ def node(
     )  # fmt: skip
 
 
-def _activation(name: str, text: str) -> Activation:
+def _activation(name: str, text: Activation | str) -> Activation:
+    if isinstance(text, Activation):
+        return text
     known = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH, "gelu_pytorch_tanh": Activation.GELU_TANH,
-             "gelu": Activation.GELU}  # fmt: skip
+             "gelu": Activation.GELU, "relu": Activation.RELU}  # fmt: skip
     if text not in known:
         raise LoweringError(f"matmul {name}: no activation {text!r}; known: {', '.join(known)}")
     return known[text]
@@ -161,6 +169,8 @@ def activate(kind: Activation, x: Array) -> Array:
     """The activation of a gate, in x's own precision."""
     if kind is Activation.SILU:
         return np.asarray(x / (1 + np.exp(-x)))
+    if kind is Activation.RELU:
+        return np.maximum(x, 0)
     if kind is Activation.GELU_TANH:
         return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
     from math import erf
@@ -171,9 +181,12 @@ def activate(kind: Activation, x: Array) -> Array:
 def reference(
     x: Array, weight: Array, *, gamma: Array | None = None, eps: float = 0.0, bias: Array | None = None,
     residual: Array | None = None, up: Array | None = None, up_bias: Array | None = None,
-    activation: Activation = Activation.SILU, scale: float = 1.0, softcap: float = 0.0,
+    activation: Activation = Activation.SILU, scale: float = 1.0, softcap: float = 0.0, activated: bool = False,
 ) -> Array:  # fmt: skip
-    """The formulas above with sums in float64; `weight` is the gate when `up` is given. [rows, n] float32."""
+    """The formulas above with sums in float64; `weight` is the gate when `up` is given. [rows, n] float32.
+
+    activated: `activation` is of the output.
+    """
     x = np.asarray(x, np.float64)
     if gamma is not None:
         x = x / np.sqrt((x * x).mean(1, keepdims=True) + eps) * np.asarray(gamma, np.float64)
@@ -185,6 +198,8 @@ def reference(
     y = linear(weight, bias)
     if up is not None:
         y = activate(activation, y) * linear(up, up_bias)
+    if activated:
+        y = activate(activation, y)
     if softcap:
         y = softcap * np.tanh(y / softcap)
     return np.asarray(y if residual is None else y + residual, np.float32)
@@ -200,6 +215,7 @@ class Case:
     residual: bool = False
     bias: bool = False
     glu: Activation | None = None
+    activation: Activation | None = None  # of the output
     sampled: bool = False
     softcap: float = 0.0
     scale: float = 1.0
@@ -218,6 +234,9 @@ def cases() -> tuple[Case, ...]:
         Case(9, 1536, 576, DType.BF16, norm=True, glu=Activation.SILU, bias=True),
         Case(4, 17, 48, DType.F16, glu=Activation.GELU_TANH),
         Case(4, 17, 48, DType.F32, glu=Activation.GELU),
+        Case(3, 70, 33, DType.F32, glu=Activation.RELU),
+        Case(3, 70, 33, DType.F32, bias=True, activation=Activation.GELU_TANH),
+        Case(9, 96, 64, DType.BF16, activation=Activation.RELU),
         Case(16, 301, 66, DType.F32, norm=True, sampled=True),
         Case(8, 301, 66, DType.F16, sampled=True, softcap=3.0, scale=2.0),
     )

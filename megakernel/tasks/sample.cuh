@@ -200,9 +200,10 @@ struct Sample {
     for (uint32_t i = first; i < end; ++i) any |= wanted(r.z[i]);
     if (!any) return;
     const Philox random(position, block, r.options.seed_low, r.options.seed_high);
-    for (uint32_t i = first; i < end; ++i) {
-      if (!wanted(r.z[i])) continue;
-      const float u = (float(random.word[i - first] >> 8) + 0.5f) * 5.9604644775390625e-8f;
+    for (uint32_t n = 0; n < 4; ++n) {
+      const uint32_t i = first + n;
+      if (i >= end || !wanted(r.z[i])) continue;
+      const float u = (float(random.word[n] >> 8) + 0.5f) * 5.9604644775390625e-8f;
       const float score = -dev::log(u) / r.z[i];
       if (score < best) {
         best = score;

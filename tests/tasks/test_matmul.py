@@ -25,6 +25,7 @@ def node_of(case: Case) -> TaskNode:
         "m", n=case.n, k=case.k, input="x", output="y", weight="w", dtype=case.dtype, tile_n=TILE,
         gamma="gamma" if case.norm else None, eps=1e-5, residual="r" if case.residual else None,
         bias="b" if case.bias else None, glu=case.glu, sampled=case.sampled, scale=case.scale, softcap=case.softcap,
+        activation=case.activation,
     )  # fmt: skip
 
 
@@ -74,8 +75,8 @@ def expected(case: Case, inputs: Inputs) -> Array:
         x, inputs.parts[0].astype(np.float32), gamma=inputs.gamma if case.norm else None, eps=1e-5,
         bias=inputs.biases[0] if case.bias else None, residual=inputs.residual if case.residual else None,
         up=inputs.parts[1].astype(np.float32) if case.glu is not None else None,
-        up_bias=inputs.biases[1] if case.bias else None, activation=case.glu or matmul.Activation.SILU,
-        scale=case.scale, softcap=case.softcap,
+        up_bias=inputs.biases[1] if case.bias else None, activation=case.glu or case.activation or matmul.Activation.SILU,
+        scale=case.scale, softcap=case.softcap, activated=case.activation is not None,
     )  # fmt: skip
 
 

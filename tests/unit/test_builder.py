@@ -306,3 +306,28 @@ def test_a_folder_that_is_no_program(tmp_path: Path) -> None:
 def test_manifest_of_another_format() -> None:
     with pytest.raises(ProgramError, match="format 99"):
         Manifest.from_json(json.dumps({"format": 99}))
+
+
+def test_a_whole_program_comes_from_the_cache(tmp_path: Path) -> None:
+    from megakernel.builder.build import build_program
+
+    stages: list[str] = []
+    device = FakeDevice()
+
+    def build(**options: Any) -> Program:
+        stages.clear()
+        return build_program(
+            TINY, CPU, device, cache=tmp_path, dtype="f32", max_context=200, progress=stages.append, **options  # type: ignore[arg-type]
+        )
+
+    first = build()
+    assert stages == ["schedule", "compile"]
+    again = build()
+    assert stages == [] and again.manifest == first.manifest
+    assert again.records.tobytes() == first.records.tobytes()
+    assert build(max_slots=3).manifest.max_slots == 3 and stages
+    entries = sorted((tmp_path / "programs").iterdir())
+    assert len(entries) == 2
+    for entry in entries:
+        (entry / "records.npy").write_bytes(b"")
+    assert build().records.tobytes() == first.records.tobytes() and stages == ["schedule", "compile"]

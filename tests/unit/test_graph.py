@@ -246,7 +246,7 @@ def test_validate_refuses() -> None:
         (twice, "made twice"),
         (edited(graph, 0, inputs=("tokens", "nowhere")), "unknown input tensor 'nowhere'"),
         (edited(graph, 0, op="fly"), "unknown operator 'fly'"),
-        (edited(graph, 0, inputs=("tokens",)), "expected 2 inputs"),
+        (edited(graph, 0, inputs=("tokens",)), "expected 2 to 3 inputs"),
         (edited(graph, 0, output="nowhere"), "no tensor 'nowhere'"),
         (replace(graph, tensors=cols), r"expected \(8,\), got activation \(9,\)"),
         (replace(graph, nodes=graph.nodes[:-1]), "no node makes the output"),
