@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -157,7 +158,9 @@ def _transformers(model: str, dtype: str, threads: int) -> Contender:
     """The same weights in transformers, greedy with its own KV cache."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(threads)
     kind = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[dtype]
     origin = open_origin(model, dtype=dtype, cache=read_settings().cache)
@@ -172,7 +175,8 @@ def _transformers(model: str, dtype: str, threads: int) -> Contender:
 
     def run(prompt: list[int], count: int) -> Run:
         stamps, tokens = [], []
-        with torch.inference_mode():
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one release renames what the one before it calls past_key_values
             out = network(torch.tensor([prompt]), use_cache=True)
             for _ in range(count):
                 token = int(out.logits[0, -1].argmax())

@@ -251,7 +251,7 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Runs of every contender, in alternation.")] = 3,
     workers: Workers = None,
     against: Annotated[
-        list[str] | None, typer.Option(help="transformers, llama.cpp; default: those installed. none: only us.")
+        list[str] | None, typer.Option(help="transformers (the default when it is installed), or none.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -330,9 +330,10 @@ def _print_stream(llm: LLM, outputs: Iterator[Output], as_json: bool) -> None:
         return
     sys.stdout.write("\n")
     sys.stdout.flush()
+    launches = "1 launch" if stats.launches == 1 else f"{stats.launches} launches"
     errors.print(
         f"{len(last.token_ids)} tokens, {last.timings.tokens_per_s:.1f} tokens/s, first token after "
-        f"{last.timings.first_token_s:.3f} s, {stats.launches} launches; {last.finish_reason}", highlight=False,
+        f"{last.timings.first_token_s:.3f} s, {launches}; {last.finish_reason}", highlight=False,
     )  # fmt: skip
 
 

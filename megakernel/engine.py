@@ -149,6 +149,11 @@ class Engine:
             self._steps, self._launches, self._kernel_tokens, self._tokens, self._number, self._faults
         )
 
+    @property
+    def closed(self) -> bool:
+        """Whether the driver has ended and the memory is free."""
+        return not self._thread.is_alive()
+
     def close(self, timeout_s: float = 120.0) -> None:
         """Fail what still runs with EngineClosed, end the kernel, free its memory. Idempotent."""
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
@@ -53,18 +54,26 @@ class LLM:
         max_context: tokens of prompt and output together; default 4096, or the model's own limit if that is less.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
         """
-        chosen = settings or read_settings()
+        self._settings = chosen = settings or read_settings()
         where = open_device(device) if isinstance(device, str) else device
+        chosen.say(1, f"device {where.name}: {where.availability().description}")
+        started = time.perf_counter()
         origin = open_origin(model, seed=seed, dtype=dtype, cache=chosen.cache, progress=progress)
         try:
+            opened = time.perf_counter()
             self.program = build(
                 origin, target_of(where, target, workers, chosen), where, chosen, progress,
                 dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context, max_rows=max_rows,
                 policy=policy, chaos=chaos,
             )  # fmt: skip
+            built = time.perf_counter()
             runtime = load(self.program, where, origin, chosen, kv_pages=kv_pages, progress=progress)
         finally:
             origin.close()
+        loaded = time.perf_counter()
+        chosen.say(2, f"open {opened - started:.3f} s, build {built - opened:.3f} s, load {loaded - built:.3f} s")
+        chosen.say(3, f"{len(self.program.manifest.nodes)} nodes, queues of {self.program.records.shape} records")
+        chosen.say(4, self.program.source)
         self.name = origin.name
         self.tokenizer = origin.tokenizer
         self.generation = origin.generation
@@ -148,7 +157,9 @@ class LLM:
 
     def close(self) -> None:
         """End the workers and free everything. Idempotent."""
-        self.engine.close()
+        if not self.engine.closed:
+            self.engine.close()
+            self._settings.say(2, str(self.engine.stats()))
 
     def __enter__(self) -> LLM:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,11 @@ class Settings:
     @property
     def spin_budget_ns(self) -> int:
         return self.spin_ms * 1_000_000
+
+    def say(self, level: int, text: str) -> None:
+        """Print to stderr when MEGAKERNEL_DEBUG is at least `level`."""
+        if self.debug >= level:
+            print(text, file=sys.stderr, flush=True)
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:

@@ -12,7 +12,7 @@ IGNORED: frozenset[str] = frozenset(
         "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "tokenizer_class",
         "name_or_path", "attn_implementation", "use_cache", "initializer_range", "pad_token_id", "bos_token_id",
         "eos_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id", "attention_dropout",
-        "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "resid_dropout", "embd_dropout",
+        "hidden_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "resid_dropout", "embd_dropout",
         "output_hidden_states", "output_attentions", "output_scores", "return_dict", "return_dict_in_generate",
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "prefix",
         "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "add_cross_attention",

@@ -24,7 +24,6 @@ def build(config: Mapping[str, Any]) -> Graph:
     eps, bias = fields.number("layer_norm_eps", 1e-5), fields.flag("attention_bias", True)
     activation = fields.activation("hidden_act", "gelu")
     parallel = fields.flag("use_parallel_residual", True)
-    fields.raw("classifier_dropout")
     fields.finish()
     b = GraphBuilder(c)
     table = b.weight("gpt_neox.embed_in.weight", c.vocab, c.hidden)

@@ -1,5 +1,6 @@
 // How each role runs a task on this device. `Core<T>` of a task that streams is written for the matrix cores; any other
-// task is executed by the group of consumers.
+// task is executed by the group of consumers. Each is a function of its own, which takes and returns the role's state in
+// registers.
 #pragma once
 
 namespace megakernel::dev {
@@ -19,43 +20,39 @@ struct Ring {
 
 // Warp-wide. Keeps at most kInFlight copies on their way: more would only make everyone else's loads wait.
 struct Producer {
-  Worker& w;
+  Worker w;
   Ring head, tail;
-  uint32_t started = 0;
+  uint32_t in_flight = 0;
   uint64_t policy = streaming_policy();
 
-  MK_DEVICE explicit Producer(Worker& worker) : w(worker) {}
-
   MK_DEVICE void put(const void* from, uint32_t bytes) {
-    Block& b = w.block;
+    Block& b = block();
     w.wait_barrier(&b.empty[head.slot], head.parity ^ 1);
-    if (started >= kInFlight) {
+    if (in_flight == kInFlight) {
       w.wait_barrier(&b.full[tail.slot], tail.parity);
       tail.next();
+    } else {
+      ++in_flight;
     }
-    w.copying |= 1u << head.slot;
-    w.copying_parity = (w.copying_parity & ~(1u << head.slot)) | head.parity << head.slot;
+    b.copying[head.slot] = uint8_t(2 + head.parity);
     copy_to_shared(b.ring[head.slot], from, bytes, &b.full[head.slot], policy);
     head.next();
-    ++started;
   }
 };
 
 // Warp-wide; every consumer takes every stage.
 struct Consumer {
-  Worker& w;
+  Worker w;
   Ring ring;
   uint32_t sums_slot = 0, sums_parity = 0;  // parity: one bit a slot
 
-  MK_DEVICE explicit Consumer(Worker& worker) : w(worker) {}
-
   MK_DEVICE uint8_t* take() {
-    w.wait_barrier(&w.block.full[ring.slot], ring.parity);
-    return w.block.ring[ring.slot];
+    w.wait_barrier(&block().full[ring.slot], ring.parity);
+    return block().ring[ring.slot];
   }
   MK_DEVICE void give_back(uint32_t slot) {
     __syncwarp();
-    if (w.warp_lane() == 0) barrier_arrive(&w.block.empty[slot]);
+    if (w.warp_lane() == 0) barrier_arrive(&block().empty[slot]);
   }
   MK_DEVICE void give_back() {
     give_back(ring.slot);
@@ -64,10 +61,8 @@ struct Consumer {
 };
 
 struct Storer {
-  Worker& w;
+  Worker w;
   uint32_t sums_slot = 0, sums_parity = 0;
-
-  MK_DEVICE explicit Storer(Worker& worker) : w(worker) {}
 };
 
 template <class T>
@@ -94,9 +89,8 @@ MK_DEVICE void signal_counter(Worker& w, const abi::Record& record) {
 
 template <class T>
 struct Core {
+  static constexpr bool kProduces = false, kStores = false;
   static constexpr bool kNeedsHeader = false;  // of its producer
-
-  MK_DEVICE static void produce(Producer&, const abi::Record&, const typename T::Fields&) {}
 
   MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const typename T::Fields& f) {
     wait_counters(c.w, record);
@@ -104,9 +98,27 @@ struct Core {
     c.w.sync();
     if (c.w.lane() == 0) signal_counter(c.w, record);
   }
-
-  MK_DEVICE static void store(Storer&, const abi::Record&, const typename T::Fields&) {}
 };
+
+// The state of a role goes in and out by value.
+template <class T>
+__device__ __noinline__ Producer produce(Producer p) {
+  const abi::Record& record = *p.w.record;
+  Core<T>::produce(p, record, fields_of<T>(record));
+  return p;
+}
+template <class T>
+__device__ __noinline__ Consumer consume(Consumer c) {
+  const abi::Record& record = *c.w.record;
+  Core<T>::consume(c, record, fields_of<T>(record));
+  return c;
+}
+template <class T>
+__device__ __noinline__ Storer store(Storer s) {
+  const abi::Record& record = *s.w.record;
+  Core<T>::store(s, record, fields_of<T>(record));
+  return s;
+}
 
 }  // namespace megakernel::dev
 

@@ -20,8 +20,8 @@ struct Sums {
 
   MK_DEVICE static uint32_t bytes(uint32_t rows) { return (kConsumers * rows * kOutputs + kConsumers * rows) * 4; }
   MK_DEVICE static uint32_t slots(uint32_t rows) { return 2 * bytes(rows) <= kScratchBytes ? 2 : 1; }
-  MK_DEVICE static float* at(Block& b, uint32_t rows, uint32_t slot) {
-    return reinterpret_cast<float*>(b.scratch + kScratchBytes - (slot + 1) * bytes(rows));
+  MK_DEVICE static float* at(uint32_t rows, uint32_t slot) {
+    return reinterpret_cast<float*>(block().scratch + kScratchBytes - (slot + 1) * bytes(rows));
   }
   // Scratch below is free for inputs and merges.
   MK_DEVICE static uint32_t below(uint32_t rows) { return kScratchBytes - slots(rows) * bytes(rows); }
@@ -35,7 +35,7 @@ struct Core<tasks::Matmul<kConfig>> {
   static_assert(kConfig.dtype != DType::kF32, "matrix cores take 16-bit weights");
   static_assert(kConfig.tile_n == 8, "a tile is 8 rows of the weights");
   static constexpr bool kHalf = kConfig.dtype == DType::kF16;
-  static constexpr bool kNeedsHeader = kConfig.sampled;
+  static constexpr bool kProduces = true, kStores = true, kNeedsHeader = kConfig.sampled;
 
   // ---------------------------------------------------------------------------------------------- producer
   MK_DEVICE static void produce(Producer& p, const abi::Record& record, const Fields& f) {
@@ -82,10 +82,8 @@ struct Core<tasks::Matmul<kConfig>> {
     const bool fits = f.units * kMaxChunks * 64 <= stash_bytes(c.w);
     if (rows == 1 && fits && f.k % 8 == 0) {
       run<One>(c, record, f, 1);
-    } else if (rows <= 8) {
-      run<Several<false>>(c, record, f, rows);
     } else {
-      run<Several<true>>(c, record, f, rows);
+      run<Several>(c, record, f, rows);
     }
   }
 
@@ -138,7 +136,7 @@ struct Core<tasks::Matmul<kConfig>> {
     uint8_t* stash;
     float squares = 0.0f;
 
-    MK_DEVICE One(Worker& w, const Fields&, uint32_t) : stash(w.block.scratch + w.warp() * stash_bytes(w)) {}
+    MK_DEVICE One(Worker& w, const Fields&, uint32_t) : stash(block().scratch + w.warp() * stash_bytes(w)) {}
 
     MK_DEVICE void begin(Worker& w, const Fields& f, const Share& share) {
       const float* x = input_row(w, f, 0);
@@ -167,18 +165,17 @@ struct Core<tasks::Matmul<kConfig>> {
           }
         }
       }
-      Patience patience;
-      for (;;) {
+      w.spin([&] {
         bool missing = false;
 #pragma unroll
         for (uint32_t i = 0; i < kOctets; ++i) missing |= octet[i].missing();
-        if (!__any_sync(0xffffffffu, missing)) break;
-        w.lose_patience(patience, abi::FaultKind::kValueBudget, abi::kNone, base, total);
+        if (!__any_sync(0xffffffffu, missing)) return true;
 #pragma unroll
         for (uint32_t i = 0; i < kOctets; ++i) {
           if (octet[i].missing()) octet[i].fetch(x + column[i]);
         }
-      }
+        return false;
+      }, abi::FaultKind::kValueBudget, abi::kNone, total);
 #pragma unroll
       for (uint32_t i = 0; i < kOctets; ++i) {
         const uint32_t o = base + i * 32 + w.warp_lane();
@@ -217,9 +214,8 @@ struct Core<tasks::Matmul<kConfig>> {
   };
 
   // Two rows or more: lane / 4 is the row, and each lane fetches its fragments itself, for every block again.
-  template <bool kHighRows>
   struct Several {
-    static constexpr bool kHigh = kHighRows;
+    static constexpr bool kHigh = true;
     uint32_t rows;
     float squares[2] = {0.0f, 0.0f};
 
@@ -230,7 +226,7 @@ struct Core<tasks::Matmul<kConfig>> {
     MK_DEVICE void fragments(
         Worker& w, const Fields& f, const Share& share, uint32_t unit, Fragments<kHigh>& a) {
       half(w, f, share, unit, w.warp_lane() / 4, a.low, squares[0]);
-      if constexpr (kHigh) half(w, f, share, unit, w.warp_lane() / 4 + 8, a.high, squares[1]);
+      half(w, f, share, unit, w.warp_lane() / 4 + 8, a.high, squares[1]);
     }
 
     template <uint32_t kCount>
@@ -244,18 +240,17 @@ struct Core<tasks::Matmul<kConfig>> {
         octet[i].v[0] = octet[i].v[1] = Quad{0, 0, 0, 0};
         if (i < share.count && x) fetch(octet[i], x, column + i * 32, f.k);
       }
-      Patience patience;
-      for (;;) {
+      w.spin([&] {
         bool missing = false;
 #pragma unroll
         for (uint32_t i = 0; i < kCount; ++i) missing |= octet[i].missing();
-        if (!__any_sync(0xffffffffu, missing)) break;
-        w.lose_patience(patience, abi::FaultKind::kValueBudget, abi::kNone, unit, row);
+        if (!__any_sync(0xffffffffu, missing)) return true;
 #pragma unroll
         for (uint32_t i = 0; i < kCount; ++i) {
           if (octet[i].missing()) fetch(octet[i], x, column + i * 32, f.k);
         }
-      }
+        return false;
+      }, abi::FaultKind::kValueBudget, abi::kNone, row);
 #pragma unroll
       for (uint32_t i = 0; i < kCount; ++i) {
         float v[8], gamma[8];
@@ -285,7 +280,7 @@ struct Core<tasks::Matmul<kConfig>> {
 
     MK_DEVICE void put_squares(const Worker& w, float* out, uint32_t n) const {
 #pragma unroll
-      for (uint32_t i = 0; i < (kHigh ? 2 : 1); ++i) {
+      for (uint32_t i = 0; i < 2; ++i) {
         float s = squares[i] + __shfl_xor_sync(0xffffffffu, squares[i], 1);
         s += __shfl_xor_sync(0xffffffffu, s, 2);
         const uint32_t row = w.warp_lane() / 4 + i * 8;
@@ -361,8 +356,8 @@ struct Core<tasks::Matmul<kConfig>> {
     Worker& w = c.w;
     const uint32_t room = w.header->rows, slot = c.sums_slot % Sums::slots(room);
     const uint32_t group = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
-    w.wait_barrier(&w.block.sums_empty[slot], (c.sums_parity >> slot & 1) ^ 1);
-    float* sums = Sums::at(w.block, room, slot);
+    w.wait_barrier(&block().sums_empty[slot], (c.sums_parity >> slot & 1) ^ 1);
+    float* sums = Sums::at(room, slot);
     float* out = sums + w.warp() * rows * Sums::kOutputs + pair;
 #pragma unroll
     for (uint32_t t = 0; t < kBlockTiles; ++t) {
@@ -380,7 +375,7 @@ struct Core<tasks::Matmul<kConfig>> {
       input.put_squares(w, sums + (kConsumers * Sums::kOutputs + w.warp()) * rows, rows);
     }
     __syncwarp();
-    if (w.warp_lane() == 0) barrier_arrive(&w.block.sums_full[slot]);
+    if (w.warp_lane() == 0) barrier_arrive(&block().sums_full[slot]);
     c.sums_parity ^= 1u << slot;
     ++c.sums_slot;
   }
@@ -413,8 +408,8 @@ struct Core<tasks::Matmul<kConfig>> {
       if (active) residual = await(w, tasks::workspace<const float>(w, f.residual) + column);
     }
     const uint32_t room = w.header->rows, slot = s.sums_slot % Sums::slots(room);
-    w.wait_barrier(&w.block.sums_full[slot], s.sums_parity >> slot & 1);
-    const float* sums = Sums::at(w.block, room, slot);
+    w.wait_barrier(&block().sums_full[slot], s.sums_parity >> slot & 1);
+    const float* sums = Sums::at(room, slot);
     for (uint32_t r = 0; r < rows; ++r) {
       float v = 0.0f;
 #pragma unroll
@@ -438,7 +433,7 @@ struct Core<tasks::Matmul<kConfig>> {
       if (active) put_out(w, f, r, column, v);
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(&w.block.sums_empty[slot]);
+    if (lane == 0) barrier_arrive(&block().sums_empty[slot]);
     s.sums_parity ^= 1u << slot;
     ++s.sums_slot;
     if constexpr (!kConfig.sampled) {

@@ -17,7 +17,7 @@ template <tasks::AttentionConfig kConfig>
 struct Core<tasks::Attention<kConfig>> {
   using Task = tasks::Attention<kConfig>;
   using Fields = abi::AttentionFields;
-  static constexpr bool kNeedsHeader = true;
+  static constexpr bool kProduces = true, kStores = false, kNeedsHeader = true;
   static constexpr bool kHalf = kConfig.kv_dtype == DType::kF16;
   static constexpr uint32_t kDim = kConfig.head_dim, kGroup = kConfig.group, kKvHeads = kConfig.kv_heads;
   static constexpr uint32_t kHeads = kKvHeads * kGroup, kColumns = (kHeads + 2 * kKvHeads) * kDim;
@@ -114,8 +114,6 @@ struct Core<tasks::Attention<kConfig>> {
     }
   }
 
-  MK_DEVICE static void store(Storer&, const abi::Record&, const Fields&) {}
-
   // ---------------------------------------------------------------------------------------------- one head at a position
   struct Eight {
     float v[8];
@@ -166,20 +164,19 @@ struct Core<tasks::Attention<kConfig>> {
       q[i][0] = q[i][1] = Quad{0, 0, 0, 0};
       if (wanted) q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
     }
-    Patience patience;
-    for (;;) {
+    w.spin([&] {
       bool missing = false;
 #pragma unroll
       for (uint32_t i = 0; i < kCount; ++i) missing |= invalid(q[i][0]) || invalid(q[i][1]);
-      if (!__any_sync(0xffffffffu, missing)) break;
-      w.lose_patience(patience, abi::FaultKind::kValueBudget, abi::kNone, 0, 0);
+      if (!__any_sync(0xffffffffu, missing)) return true;
 #pragma unroll
       for (uint32_t i = 0; i < kCount; ++i) {
         if (invalid(q[i][0]) || invalid(q[i][1])) {
           q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
         }
       }
-    }
+      return false;
+    }, abi::FaultKind::kValueBudget, abi::kNone, 0);
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) out[i].set(q[i][0], q[i][1]);
   }
@@ -346,11 +343,7 @@ struct Core<tasks::Attention<kConfig>> {
     }
     const uint32_t rows = item.group_rows * kGroup;
     for (uint32_t base = 0; base < rows; base += 16) {
-      if (rows - base > 8) {
-        attend<true>(w, f, item, base, mine ? stage : nullptr, run_start);
-      } else {
-        attend<false>(w, f, item, base, mine ? stage : nullptr, run_start);
-      }
+      attend(w, f, item, base, mine ? stage : nullptr, run_start);
     }
     __syncwarp();
     Ring back = first;
@@ -371,19 +364,21 @@ struct Core<tasks::Attention<kConfig>> {
   };
 
   // q-rows [base, base + 16) of the item against this warp's run; then all runs merged and published.
-  template <bool kHigh>
   MK_DEVICE static void attend(
       Worker& w, const Fields& f, const Items& item, uint32_t base, const uint8_t* stage, uint32_t run_start) {
-    constexpr uint32_t kHalves = kHigh ? 2 : 1;
     const uint32_t lane = w.warp_lane(), g = lane / 4, t = lane % 4;
-    float top[kHalves], total[kHalves];
+    const bool both = item.group_rows * kGroup - base > 8;  // q-rows 8 to 15 too
+    float top[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
     float o[kValueTiles][4] = {};
-#pragma unroll
-    for (uint32_t h = 0; h < kHalves; ++h) top[h] = -kInfinity, total[h] = 0.0f;
     if (stage) {
-      Quad q[kHalves][kChunks];
-      load_query(w, f, item, base + g, q[0]);
-      if constexpr (kHigh) load_query(w, f, item, base + g + 8, q[kHalves - 1]);
+      Quad q[2][kChunks] = {};
+#pragma unroll 1
+      for (uint32_t h = 0; h < (both ? 2 : 1); ++h) {
+        Quad half[kChunks];
+        load_query(w, f, item, base + g + h * 8, half);
+#pragma unroll
+        for (uint32_t i = 0; i < kChunks; ++i) (h ? q[1][i] : q[0][i]) = half[i];
+      }
       float s[4][4] = {};
       const uint8_t* keys = stage + run_start % kPage / 8 * (kDim * 16) + lane * 16;
 #pragma unroll
@@ -391,20 +386,19 @@ struct Core<tasks::Attention<kConfig>> {
 #pragma unroll
         for (uint32_t i = 0; i < kChunks; ++i) {
           const Quad b = *reinterpret_cast<const Quad*>(keys + j * (kDim * 16) + i * 512);
-          const Quad high = kHigh ? q[kHalves - 1][i] : Quad{0, 0, 0, 0};
-          multiply<kHalf>(s[j], q[0][i].x, high.x, q[0][i].y, high.y, b.x, b.y);
-          multiply<kHalf>(s[j], q[0][i].z, high.z, q[0][i].w, high.w, b.z, b.w);
+          multiply<kHalf>(s[j], q[0][i].x, q[1][i].x, q[0][i].y, q[1][i].y, b.x, b.y);
+          multiply<kHalf>(s[j], q[0][i].z, q[1][i].z, q[0][i].w, q[1][i].w, b.z, b.w);
         }
       }
 #pragma unroll
-      for (uint32_t h = 0; h < kHalves; ++h) {
-        soften(f, s, h, Seen(w, f, item, base + g + h * 8, run_start), t, top[h], total[h]);
+      for (uint32_t h = 0; h < 2; ++h) {
+        if (h == 0 || both) soften(f, s, h, Seen(w, f, item, base + g + h * 8, run_start), t, top[h], total[h]);
       }
       uint32_t p[4][2];
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) {
         p[j][0] = pack<kHalf>(s[j][0], s[j][1]);
-        p[j][1] = kHigh ? pack<kHalf>(s[j][2], s[j][3]) : 0;
+        p[j][1] = pack<kHalf>(s[j][2], s[j][3]);  // zeros when there are no such rows
       }
       const uint8_t* values = stage + kKeyBytes + run_start % kPage / 32 * (kDim * 64) + lane * 16;
 #pragma unroll
@@ -414,7 +408,7 @@ struct Core<tasks::Attention<kConfig>> {
         multiply<kHalf>(o[n], p[2][0], p[2][1], p[3][0], p[3][1], b.z, b.w);
       }
     }
-    merge<kHigh>(w, f, item, base, top, total, o);
+    merge(w, f, item, base, top, total, o);
   }
 
   // Scores of one half of the rows become weights.
@@ -449,22 +443,21 @@ struct Core<tasks::Attention<kConfig>> {
   }
 
   // Results of the runs, in order. Rows go through scratch as many at a time as fit.
-  template <bool kHigh>
-  MK_DEVICE static void merge(Worker& w, const Fields& f, const Items& item, uint32_t base, const float (&top)[kHigh ? 2 : 1],
-                              const float (&total)[kHigh ? 2 : 1], const float (&o)[kValueTiles][4]) {
+  MK_DEVICE static void merge(Worker& w, const Fields& f, const Items& item, uint32_t base, const float (&top)[2],
+                              const float (&total)[2], const float (&o)[kValueTiles][4]) {
     const uint32_t g = w.warp_lane() / 4, t = w.warp_lane() % 4;
     const uint32_t rows = tasks::least(16, item.group_rows * kGroup - base);
-    auto* tops = reinterpret_cast<float2*>(w.block.scratch);  // [kConsumers][16]: top, total
-    float* sums = reinterpret_cast<float*>(w.block.scratch + kConsumers * 16 * sizeof(float2));
+    auto* tops = reinterpret_cast<float2*>(block().scratch);  // [kConsumers][16]: top, total
+    float* sums = reinterpret_cast<float*>(block().scratch + kConsumers * 16 * sizeof(float2));
     const uint32_t room = (Sums::below(w.header->rows) - kConsumers * 16 * 8) / (kConsumers * kDim * 4);
     if (t == 0) {
       tops[w.warp() * 16 + g] = make_float2(top[0], total[0]);
-      if constexpr (kHigh) tops[w.warp() * 16 + g + 8] = make_float2(top[1], total[1]);
+      tops[w.warp() * 16 + g + 8] = make_float2(top[1], total[1]);
     }
     for (uint32_t first = 0; first < rows; first += room) {
       const uint32_t count = tasks::least(room, rows - first);
 #pragma unroll
-      for (uint32_t h = 0; h < (kHigh ? 2 : 1); ++h) {
+      for (uint32_t h = 0; h < 2; ++h) {
         const uint32_t row = g + h * 8 - first;  // wraps when below
         if (row >= count) continue;
         float* out = sums + (w.warp() * count + row) * kDim + t * 2;

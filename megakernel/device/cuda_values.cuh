@@ -7,10 +7,7 @@ namespace megakernel::dev {
 template <tasks::EmbeddingConfig kConfig>
 struct Core<tasks::Embedding<kConfig>> {
   using Fields = abi::EmbeddingFields;
-  static constexpr bool kNeedsHeader = false;
-
-  MK_DEVICE static void produce(Producer&, const abi::Record&, const Fields&) {}
-  MK_DEVICE static void store(Storer&, const abi::Record&, const Fields&) {}
+  static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
 
   MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const Fields& f) {
     Worker& w = c.w;
@@ -40,13 +37,10 @@ struct Core<tasks::Embedding<kConfig>> {
 template <tasks::CombineConfig kConfig>
 struct Core<tasks::Combine<kConfig>> {
   using Fields = abi::CombineFields;
-  static constexpr bool kNeedsHeader = false;
+  static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
   static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2;
   static constexpr uint32_t kParts = (kStride + 31) / 32;  // floats of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                   // pieces of a warp on their way
-
-  MK_DEVICE static void produce(Producer&, const abi::Record&, const Fields&) {}
-  MK_DEVICE static void store(Storer&, const abi::Record&, const Fields&) {}
 
   MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const Fields& f) {
     Worker& w = c.w;
@@ -147,7 +141,7 @@ struct Core<tasks::Combine<kConfig>> {
       }
     }
     w.sync();  // scratch is free
-    auto* memory = reinterpret_cast<float*>(w.block.scratch);  // [kConsumers][kStride]
+    auto* memory = reinterpret_cast<float*>(block().scratch);  // [kConsumers][kStride]
     float* own = memory + w.warp() * kStride;
 #pragma unroll
     for (uint32_t i = 0; i < kParts; ++i) {
@@ -177,7 +171,6 @@ struct Core<tasks::Combine<kConfig>> {
   template <uint32_t kCount>
   MK_DEVICE static void await_pieces(
       Worker& w, const float* pieces, const uint32_t (&index)[kCount], uint32_t high, float (&out)[kCount][kParts]) {
-    Patience patience;
     uint32_t bits[kCount][kParts];
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) {
@@ -187,15 +180,14 @@ struct Core<tasks::Combine<kConfig>> {
         bits[i][k] = wanted ? load_word(pieces + uint64_t(index[i]) * kStride + w.warp_lane() + k * 32) : 0;
       }
     }
-    for (;;) {
+    w.spin([&] {
       bool missing = false;
 #pragma unroll
       for (uint32_t i = 0; i < kCount; ++i) {
 #pragma unroll
         for (uint32_t k = 0; k < kParts; ++k) missing |= bits[i][k] == kInvalid;
       }
-      if (!__any_sync(0xffffffffu, missing)) break;
-      w.lose_patience(patience, abi::FaultKind::kValueBudget, abi::kNone, index[0], high);
+      if (!__any_sync(0xffffffffu, missing)) return true;
 #pragma unroll
       for (uint32_t i = 0; i < kCount; ++i) {
 #pragma unroll
@@ -203,7 +195,8 @@ struct Core<tasks::Combine<kConfig>> {
           if (bits[i][k] == kInvalid) bits[i][k] = load_word(pieces + uint64_t(index[i]) * kStride + w.warp_lane() + k * 32);
         }
       }
-    }
+      return false;
+    }, abi::FaultKind::kValueBudget, abi::kNone, high);
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) {
 #pragma unroll

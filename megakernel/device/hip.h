@@ -304,11 +304,11 @@ MK_DEVICE void dot_tile(
 // The entry of a program: `TASKS` is its TaskList. After KernelArgs come the address of the overflow memory and its bytes
 // per worker.
 #define MEGAKERNEL_ENTRY(TASKS)                                                                                        \
-  extern "C" __attribute__((device)) __attribute__((used)) const uint64_t megakernel_abi_hash =                        \
+  extern "C" __attribute__((device)) __attribute__((used)) const uint64_t mk_abi_hash =                        \
       megakernel::abi::kAbiHash;                                                                                       \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(                                       \
       megakernel::dev::kThreads, megakernel::dev::kThreads))) void                                                     \
-  megakernel_run(const megakernel::abi::KernelArgs, uint64_t overflow, uint64_t overflow_bytes) {                      \
+  mk_worker(const megakernel::abi::KernelArgs, uint64_t overflow, uint64_t overflow_bytes) {                      \
     megakernel::dev::take_args();                                                                                      \
     megakernel::dev::Worker worker(megakernel::dev::group_index(), overflow, overflow_bytes);                          \
     megakernel::run_worker<TASKS>(worker);                                                                             \

@@ -15,7 +15,7 @@ namespace megakernel {
 
 namespace roles {
 
-using dev::Block;
+using dev::block;
 using dev::Worker;
 
 template <class T>
@@ -37,29 +37,29 @@ MK_DEVICE void begin_launch(Worker& w, TaskList<T, Rest...>) {
 
 // f.template operator()<T>() of the record's task.
 template <uint32_t kIndex, class F, class T, class... Rest>
-MK_DEVICE void dispatch(Worker& w, const abi::Record& record, F&& f, TaskList<T, Rest...>) {
-  if (record.opcode == kIndex) return f.template operator()<T>();
+MK_DEVICE void dispatch(Worker& w, F&& f, TaskList<T, Rest...>) {
+  if (w.record->opcode == kIndex) return f.template operator()<T>();
   if constexpr (sizeof...(Rest) > 0) {
-    dispatch<kIndex + 1>(w, record, static_cast<F&&>(f), TaskList<Rest...>{});
+    dispatch<kIndex + 1>(w, static_cast<F&&>(f), TaskList<Rest...>{});
   } else {
-    w.fault(abi::FaultKind::kBadRecord, record.tile_begin, abi::kNone, record.opcode, kIndex);
+    w.fault(abi::FaultKind::kBadRecord, w.record->tile_begin, abi::kNone, w.record->opcode, kIndex);
   }
 }
 
 // The worker's records as control has put them into shared memory, step after step.
 struct Reader {
-  Worker& w;
   uint32_t slot = 0, parity = 0;
 
-  MK_DEVICE const abi::Record& next() {
-    w.wait_barrier(&w.block.record_full[slot], parity);
-    w.record = &w.block.record[slot];
-    return w.block.record[slot];
+  // False: the record ends the step.
+  MK_DEVICE bool next(Worker& w) {
+    w.wait_barrier(&block().record_full[slot], parity);
+    w.record = &block().record[slot];
+    return w.record->opcode != abi::kEnd;
   }
-  MK_DEVICE void done() {
+  MK_DEVICE void done(Worker& w) {
     __syncwarp();
     w.record = nullptr;
-    if (w.warp_lane() == 0) dev::barrier_arrive(&w.block.record_empty[slot]);
+    if (w.warp_lane() == 0) dev::barrier_arrive(&block().record_empty[slot]);
     if (++slot == dev::kRecords) {
       slot = 0;
       parity ^= 1;
@@ -70,17 +70,15 @@ struct Reader {
 // Waits for the header of step w.step. False: the launch ends here.
 MK_DEVICE bool await_header(Worker& w, uint32_t& parity) {
   const uint32_t copy = w.step & 1;
-  w.wait_barrier(&w.block.header_full[copy], parity >> copy & 1, abi::FaultKind::kHeaderBudget);
+  w.wait_barrier(&block().header_full[copy], parity >> copy & 1, abi::FaultKind::kHeaderBudget);
   parity ^= 1u << copy;
-  w.header = &w.block.header[copy];
-  w.last = &w.block.header[copy ^ 1];
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
 // This warp will not look at the step again.
 MK_DEVICE void end_step(Worker& w) {
   __syncwarp();
-  if (w.warp_lane() == 0) dev::barrier_arrive(&w.block.step_done);
+  if (w.warp_lane() == 0) dev::barrier_arrive(&block().step_done);
 }
 
 // The word of this lane: a record is 32 of them.
@@ -95,42 +93,39 @@ MK_DEVICE void put_word(const Worker& w, abi::Record& to, uint32_t word) {
 
 MK_DEVICE void copy_header(const Worker& w, uint64_t step) {
   const auto* from = reinterpret_cast<const uint32_t*>(queue::header(w, step));
-  auto* to = reinterpret_cast<uint32_t*>(&w.block.header[step & 1]);
+  auto* to = reinterpret_cast<uint32_t*>(&block().header[step & 1]);
   for (uint32_t i = w.warp_lane(); i < sizeof(abi::StepHeader) / 4; i += 32) to[i] = dev::load_word(from + i);
   __syncwarp();
 }
 
 // The header of the next step, once it is published, into shared memory. False: the launch ends here.
 MK_DEVICE bool fetch_header(Worker& w) {
-  Block& b = w.block;
-  w.wait(&w.launch()->published, w.step, abi::FaultKind::kHeaderBudget, abi::kNone);
+  auto& b = block();
+  w.wait(&queue::launch(w)->published, w.step, abi::FaultKind::kHeaderBudget, abi::kNone);
   __syncwarp();
   copy_header(w, w.step);
   if (w.warp_lane() == 0) {
-    const uint64_t even = w.launch_args.workspace, odd = even + w.launch_args.workspace_stride;
+    const uint64_t even = b.even_workspace, odd = even + w.args.workspace_stride;
     b.args.workspace = w.step & 1 ? odd : even;
     b.last_workspace = w.step & 1 ? even : odd;
     dev::barrier_arrive(&b.header_full[w.step & 1]);
   }
-  return b.header[w.step & 1].exit == uint32_t(abi::ExitReason::kRunning);
+  return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
 MK_DEVICE void run_control(Worker& w, bool one_step) {
-  Block& b = w.block;
-  abi::LaunchState* state = w.launch();
-  w.step = state->step;
-  copy_header(w, w.step);  // of the last launch, whose values are to be cleared
+  auto& b = block();
+  const uint64_t last_step = queue::launch(w)->step;
+  copy_header(w, last_step);  // of the last launch, whose values are to be cleared
   if (w.warp_lane() == 0) {
-    b.first_step = w.step;
+    b.first_step = last_step;
     queue::arrive(w);
     if (w.id == 0) queue::roll_call(w);
     dev::barrier_arrive(&b.rolled);
   }
   __syncwarp();
   uint32_t slot = 0, parity = 1, done_parity = 0;
-  for (;;) {
-    ++w.step;
-    if (!fetch_header(w)) break;
+  for (w.begin_step(last_step + 1); fetch_header(w); w.begin_step(w.step + 1)) {
     bool last = false;
     uint32_t word = *words_of(w, 0);
     for (w.record_index = 0; !last; ++w.record_index) {
@@ -157,84 +152,69 @@ MK_DEVICE void run_control(Worker& w, bool one_step) {
 // Reads records by itself and asks for the header only where a task needs it: at the end of a step the weights of the
 // next are already on their way.
 template <class Tasks>
-MK_DEVICE void run_producer(Worker& w, bool one_step) {
-  dev::Producer producer(w);
+MK_DEVICE void run_producer(dev::Producer& p, bool one_step) {
   uint32_t parity = 0;
   bool running = true;
-  while (running) {
-    ++w.step;
-    bool known = false, last = false;
+  auto& record = block().producer_record;
+  for (p.w.begin_step(block().first_step + 1); running; p.w.begin_step(p.w.step + 1)) {
+    bool known = false;
     auto need_header = [&] {
-      if (!known) running = await_header(w, parity);
+      if (!known) running = await_header(p.w, parity);
       known = true;
       return running;
     };
-    uint32_t word = *words_of(w, 0);
-    for (w.record_index = 0; !last && running; ++w.record_index) {
-      put_word(w, w.block.producer_record, word);
-      const abi::Record& record = w.block.producer_record;
-      last = record.opcode == abi::kEnd;
-      if (!last) {
-        word = *words_of(w, w.record_index + 1);
-        w.record = &record;
-        dispatch<0>(w, record, [&]<class T>() {
-          if (dev::Core<T>::kNeedsHeader && !need_header()) return;
-          dev::Core<T>::produce(producer, record, dev::fields_of<T>(record));
-        }, Tasks{});
-      }
+    uint32_t word = *words_of(p.w, 0);
+    for (p.w.record_index = 0; running; ++p.w.record_index) {
+      put_word(p.w, record, word);
+      if (record.opcode == abi::kEnd) break;
+      word = *words_of(p.w, p.w.record_index + 1);
+      p.w.record = &record;
+      dispatch<0>(p.w, [&]<class T>() {
+        if constexpr (dev::Core<T>::kProduces) {
+          if (!dev::Core<T>::kNeedsHeader || need_header()) p = dev::produce<T>(p);
+        }
+      }, Tasks{});
+      p.w.record = nullptr;
       __syncwarp();
     }
-    w.record = nullptr;
-    if (!need_header() || one_step) break;
-    end_step(w);
+    if (!need_header()) break;
+    end_step(p.w);
+    if (one_step) break;
   }
-  if (one_step && running) end_step(w);
-  w.drain();
+  dev::drain_copies();
 }
 
 template <class Tasks>
-MK_DEVICE void run_consumer(Worker& w, bool one_step) {
-  dev::Consumer consumer(w);
-  Reader reader{w};
+MK_DEVICE void run_consumer(dev::Consumer& c, bool one_step) {
+  Reader reader;
   uint32_t parity = 0;
   if constexpr (makes_headers(Tasks{})) {
-    if (w.id == 0) begin_launch(w, Tasks{});
+    if (c.w.id == 0) begin_launch(c.w, Tasks{});
   }
-  for (;;) {
-    ++w.step;
-    if (!await_header(w, parity)) return;
-    for (w.record_index = 0;; ++w.record_index) {
-      const abi::Record& record = reader.next();
-      const bool last = record.opcode == abi::kEnd;
-      if (!last) {
-        dispatch<0>(w, record, [&]<class T>() { dev::Core<T>::consume(consumer, record, dev::fields_of<T>(record)); }, Tasks{});
-      }
-      reader.done();
-      if (last) break;
+  for (c.w.begin_step(block().first_step + 1); await_header(c.w, parity); c.w.begin_step(c.w.step + 1)) {
+    for (c.w.record_index = 0; reader.next(c.w); ++c.w.record_index) {
+      dispatch<0>(c.w, [&]<class T>() { c = dev::consume<T>(c); }, Tasks{});
+      reader.done(c.w);
     }
-    end_step(w);
+    reader.done(c.w);
+    end_step(c.w);
     if (one_step) return;
   }
 }
 
 template <class Tasks>
-MK_DEVICE void run_storer(Worker& w, bool one_step) {
-  dev::Storer storer(w);
-  Reader reader{w};
+MK_DEVICE void run_storer(dev::Storer& s, bool one_step) {
+  Reader reader;
   uint32_t parity = 0;
-  for (;;) {
-    ++w.step;
-    if (!await_header(w, parity)) return;
-    for (w.record_index = 0;; ++w.record_index) {
-      const abi::Record& record = reader.next();
-      const bool last = record.opcode == abi::kEnd;
-      if (!last) {
-        dispatch<0>(w, record, [&]<class T>() { dev::Core<T>::store(storer, record, dev::fields_of<T>(record)); }, Tasks{});
-      }
-      reader.done();
-      if (last) break;
+  for (s.w.begin_step(block().first_step + 1); await_header(s.w, parity); s.w.begin_step(s.w.step + 1)) {
+    for (s.w.record_index = 0; reader.next(s.w); ++s.w.record_index) {
+      dispatch<0>(s.w, [&]<class T>() {
+        if constexpr (dev::Core<T>::kStores) s = dev::store<T>(s);
+      }, Tasks{});
+      reader.done(s.w);
     }
-    end_step(w);
+    reader.done(s.w);
+    end_step(s.w);
     if (one_step) return;
   }
 }
@@ -243,16 +223,25 @@ MK_DEVICE void run_storer(Worker& w, bool one_step) {
 
 // A whole launch of one block. A program without a task that makes headers runs the one step whose header the host wrote.
 template <class Tasks>
-MK_DEVICE void run_block(dev::Block& block, const abi::KernelArgs& args) {
-  const abi::Role role = dev::begin_block(block, args);
-  dev::Worker w(block, args, role);
+MK_DEVICE void run_block() {
+  const abi::Role role = dev::role_of_warp();
   constexpr bool kOneStep = !roles::makes_headers(Tasks{});
-  if (role == abi::Role::kControl) return roles::run_control(w, kOneStep);
-  w.wait_barrier(&block.rolled, 0, abi::FaultKind::kRollCall);
-  w.step = block.first_step;
-  if (role == abi::Role::kProducer) return roles::run_producer<Tasks>(w, kOneStep);
-  if (role == abi::Role::kStorer) return roles::run_storer<Tasks>(w, kOneStep);
-  roles::run_consumer<Tasks>(w, kOneStep);
+  if (role == abi::Role::kControl) {
+    dev::Worker w;
+    return roles::run_control(w, kOneStep);
+  }
+  dev::Worker w;
+  w.wait_barrier(&dev::block().rolled, 0, abi::FaultKind::kRollCall);
+  if (role == abi::Role::kProducer) {
+    dev::Producer p;
+    roles::run_producer<Tasks>(p, kOneStep);
+  } else if (role == abi::Role::kStorer) {
+    dev::Storer s;
+    roles::run_storer<Tasks>(s, kOneStep);
+  } else {
+    dev::Consumer c;
+    roles::run_consumer<Tasks>(c, kOneStep);
+  }
 }
 
 }  // namespace megakernel

@@ -15,6 +15,7 @@ from megakernel.errors import CapacityError, DeviceFault, InvalidRequest
 from megakernel.llm import LLM
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
+from megakernel.settings import read_settings
 from megakernel.text import StoppingText
 from tests.fake_device import VOCAB, FakeDevice, expected, fake_program
 from tests.unit.test_engine import no_weights
@@ -33,6 +34,7 @@ class FakeLLM(LLM):
     """An LLM whose engine runs the fake program."""
 
     def __init__(self, device: FakeDevice | None = None, tokenizer: Tokenizer | None = None, **sizes: int) -> None:
+        self._settings = read_settings({})
         self.program = fake_program(**sizes)
         self.name = "fake"
         self.tokenizer = tokenizer

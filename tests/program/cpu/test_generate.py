@@ -147,6 +147,11 @@ def test_a_prompt_as_long_as_the_context(opened: Open) -> None:
             llm.generate([prompt(9, length)], greedy(1))
 
 
+def test_a_context_longer_than_the_model_allows(opened: Open) -> None:
+    with pytest.raises(CapacityError, match="max_context 4097: the model allows 1 to 4096"):
+        opened(max_context=4097)
+
+
 def test_cancel_a_hundred_times(opened: Open) -> None:
     llm = opened(max_slots=2)
     ids = prompt(11, 5)

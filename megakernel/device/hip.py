@@ -1,0 +1,343 @@
+"""The HIP device: compiles with any clang that knows AMD GPUs, loads and launches through hip-python.
+
+Compiling and inspecting work on any machine. Everything from `probe` on that asks a GPU is written from hip-python's and
+HIP's documentation and has not run on hardware: docs/amd.md says what to check first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.device.code_object import KernelReport, kernel_report, symbol_bytes
+from megakernel.device.device import Availability, Buffer, Bytes, Device, Executable, KernelSource
+from megakernel.device.hip_compiler import FREESTANDING, compile_code_object, compile_flags, find_compiler
+from megakernel.errors import (
+    BuildError,
+    CapacityError,
+    DeviceUnavailable,
+    MegakernelError,
+    ProgramError,
+    TargetError,
+)
+from megakernel.target import TARGETS, Target
+from megakernel.tasks.record import ARGS
+
+INSTALL = 'pip install "megakernel-decode[hip]"'
+KERNEL, ABI_SYMBOL = "mk_worker", "mk_abi_hash"
+OVERFLOW_BYTES = 2 << 20  # of one worker: what a record needs beyond the LDS
+CLOCK_KHZ = 100_000  # of the constant clock, as kTickNs in hip_isa.h has it
+COHERENT, MAPPED, PORTABLE = 0x40000000, 0x2, 0x1  # flags of hipHostMalloc
+NON_BLOCKING = 0x1  # flag of hipStreamCreateWithFlags
+
+
+def report_of(binary: Path) -> KernelReport:
+    """Registers, spills, LDS and more of a compiled kernel. Raises ProgramError when it is no AMD code object."""
+    return kernel_report(binary.read_bytes())
+
+
+# ------------------------------------------------------------------------------------------------ what is there
+@dataclass(frozen=True)
+class GpuInfo:
+    """Properties of one GPU. `architecture` is "gfx942" without its features."""
+
+    index: int
+    name: str
+    architecture: str
+    units: int
+    lds_bytes: int
+    memory: int
+    clock_khz: int
+    cooperative: bool
+
+
+def _hip() -> Any:
+    if importlib.util.find_spec("hip") is None:
+        raise DeviceUnavailable(f"the package hip-python is not installed; {INSTALL}")
+    from hip import hip
+
+    return hip
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The values of a call of hip-python. Raises MegakernelError with the name of the error."""
+    status, *values = result
+    if int(status) != 0:
+        raise MegakernelError(f"the HIP runtime answered {status.name}")
+    return values[0] if len(values) == 1 else tuple(values) if values else None
+
+
+@lru_cache(maxsize=1)
+def probe() -> tuple[tuple[GpuInfo, ...], str]:
+    """The GPUs of this machine, or one sentence that says why there is none."""
+    try:
+        hip = _hip()
+        status, count = hip.hipGetDeviceCount()
+        if int(status) != 0 or count == 0:
+            return (), f"the ROCm runtime is installed and sees no GPU ({status.name})"
+        return tuple(_info(hip, i) for i in range(count)), ""
+    except DeviceUnavailable as e:
+        return (), str(e)
+    except (ImportError, RuntimeError) as e:  # hip-python loads libamdhip64.so at its first call
+        return (), f"the ROCm runtime is not installed ({str(e).splitlines()[0][:120]})"
+    except MegakernelError as e:
+        return (), f"the GPUs cannot be asked for their properties: {e}"
+
+
+def _info(hip: Any, index: int) -> GpuInfo:
+    properties = hip.hipDeviceProp_t()
+    _checked(hip.hipGetDeviceProperties(properties, index))
+    kinds = hip.hipDeviceAttribute_t
+
+    def attribute(name: str) -> int:
+        return int(_checked(hip.hipDeviceGetAttribute(getattr(kinds, f"hipDeviceAttribute{name}"), index)))
+
+    return GpuInfo(
+        index, properties.name.decode(), properties.gcnArchName.decode().split(":")[0],
+        int(properties.multiProcessorCount), int(properties.sharedMemPerBlock), int(properties.totalGlobalMem),
+        attribute("WallClockRate"), attribute("CooperativeLaunch") == 1,
+    )  # fmt: skip
+
+
+def target_for(gpu: GpuInfo) -> Target:
+    """The target of that GPU with its own count of units. Raises TargetError for one that no target describes."""
+    base = TARGETS.get(gpu.architecture)
+    if base is None or base.backend != "hip":
+        names = ", ".join(t.name for t in TARGETS.values() if t.backend == "hip")
+        raise TargetError(f"{gpu.name} is {gpu.architecture}; supported are {names}")
+    if gpu.lds_bytes < base.shared_bytes:
+        raise TargetError(f"{gpu.name} gives a workgroup {gpu.lds_bytes:,} bytes of LDS; {base.name} needs {base.shared_bytes:,}")
+    if gpu.clock_khz != CLOCK_KHZ:
+        raise TargetError(f"{gpu.name} has a constant clock of {gpu.clock_khz} kHz; the kernel expects {CLOCK_KHZ}")
+    return replace(base, workers=gpu.units, stream_gbps=base.stream_gbps * gpu.units / base.workers)
+
+
+# ------------------------------------------------------------------------------------------------ running
+class HipExecutable(Executable):
+    """A loaded kernel. Launches go to a stream of its own; nothing else is ever queued there. Not run on hardware."""
+
+    def __init__(self, device: HipDevice, code: bytes, report: KernelReport, target: Target) -> None:
+        self._hip, self._device, self._workers, self._threads = _hip(), device, target.workers, report.threads
+        device.make_current()
+        self._module: Any = _checked(self._hip.hipModuleLoadData(code))
+        self._function = _checked(self._hip.hipModuleGetFunction(self._module, KERNEL.encode()))
+        self._check_residency()
+        self._overflow = device.allocate(target.workers * OVERFLOW_BYTES)
+        self._stream = _checked(self._hip.hipStreamCreateWithFlags(NON_BLOCKING))
+        self._ring: ctypes.c_uint64 | None = None
+
+    def _check_residency(self) -> None:
+        """All workgroups must be resident at once; the kernel's roll-call checks it again at every launch."""
+        info = self._device.info
+        groups = int(
+            _checked(self._hip.hipModuleOccupancyMaxActiveBlocksPerMultiprocessor(self._function, self._threads, 0))
+        )
+        if groups * info.units < self._workers:
+            raise ProgramError(
+                f"the program has {self._workers} workers; {info.name} keeps {groups * info.units} resident "
+                f"({info.units} units, {groups} each); build it for this device"
+            )
+
+    def launch(self, args: bytes) -> None:
+        self._device.make_current()
+        at = dict(zip((f.name for f in ARGS.fields), ARGS.offsets))["ring"]
+        ring = self._device.host_address(int.from_bytes(args[at : at + 8], "little"))
+        self._ring = ctypes.c_uint64.from_address(ring)  # TokenRing.written is its first word
+        held = ctypes.create_string_buffer(args, len(args))
+        overflow, size = ctypes.c_uint64(self._overflow.address), ctypes.c_uint64(OVERFLOW_BYTES)
+        pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(v) for v in (held, overflow, size)))
+        _checked(
+            self._hip.hipModuleLaunchCooperativeKernel(
+                self._function, self._workers, 1, 1, self._threads, 1, 1, 0, self._stream, ctypes.addressof(pointers)
+            )
+        )
+
+    def wait_event(self, ring_seen: int, timeout_s: float) -> bool:
+        return _sleep_until(lambda: self._ring is None or self._ring.value > ring_seen or not self.running(), timeout_s)
+
+    def running(self) -> bool:
+        if self._module is None:
+            return False
+        self._device.make_current()
+        (status,) = self._hip.hipStreamQuery(self._stream)
+        if status == self._hip.hipError_t.hipErrorNotReady:
+            return True
+        if int(status) != 0:
+            raise MegakernelError(f"the kernel on {self._device.name} ended with {status.name}; start a new process")
+        return False
+
+    def join(self, timeout_s: float) -> bool:
+        return _sleep_until(lambda: not self.running(), timeout_s)
+
+    def notify(self) -> None:
+        """Nothing to do: the kernel looks at the mailbox in every step."""
+
+    def close(self) -> None:
+        if self._module is None:
+            return
+        self._device.make_current()
+        _checked(self._hip.hipStreamSynchronize(self._stream))
+        _checked(self._hip.hipStreamDestroy(self._stream))
+        _checked(self._hip.hipModuleUnload(self._module))
+        self._device.free(self._overflow)
+        self._module = None
+
+
+def _sleep_until(ready: Callable[[], bool], timeout_s: float) -> bool:
+    """Short sleeps until `ready`; False when the time ran out."""
+    began = time.monotonic()
+    while not ready():
+        waited = time.monotonic() - began
+        if waited >= timeout_s:
+            return False
+        time.sleep(1e-5 if waited < 0.01 else 1e-4)
+    return True
+
+
+class HipDevice(Device):
+    """One GPU, or, where there is none, a device that says why and still compiles for every AMD target."""
+
+    def __init__(self, info: GpuInfo | None, reason: str = "", compiler: str | None = None) -> None:
+        self._info, self._reason, self._compiler = info, reason, compiler
+        self.name = f"hip:{info.index}" if info else "hip"
+        self._copies: Any = None  # stream of uploads and downloads, so that none waits for a kernel
+        self._hosts: dict[int, int] = {}  # device address of host-visible memory -> host address
+
+    @property
+    def info(self) -> GpuInfo:
+        if self._info is None:
+            raise DeviceUnavailable(f"device hip: {self._reason}")
+        return self._info
+
+    def availability(self) -> Availability:
+        if self._info is None:
+            return Availability(False, self._reason)
+        if not self._info.cooperative:
+            return Availability(False, f"{self._info.name} has no cooperative launch, which keeps all workers resident")
+        try:
+            target_for(self._info)
+            find_compiler(self._compiler)
+        except (TargetError, BuildError) as e:
+            return Availability(False, str(e))
+        i = self._info
+        return Availability(True, "", f"{i.name}, {i.architecture}, {i.units} units, {i.memory >> 30} GiB")
+
+    @property
+    def target(self) -> Target:
+        return target_for(self.info)
+
+    def compiler_id(self, target: Target) -> str:
+        compiler = find_compiler(self._compiler)
+        return " ".join((compiler.version, *compiler.command, *FREESTANDING, *compile_flags(target, False, False)))
+
+    def compile(self, source: KernelSource, include: Path, output: Path) -> None:
+        code = compile_code_object(source, include, find_compiler(self._compiler))
+        report = kernel_report(code)
+        if report.architecture != source.target.name:
+            raise BuildError(f"the compiler made code for {report.architecture}, asked for {source.target.name}")
+        output.write_bytes(code)
+
+    def load(self, binary: Path, target: Target, abi_hash: int) -> HipExecutable:
+        code, own = binary.read_bytes(), self.target
+        report = kernel_report(code)
+        if report.architecture != own.name:
+            raise ProgramError(f"{binary} was built for {report.architecture}; {self.info.name} is {own.name}; build it for this device")
+        got = int.from_bytes(symbol_bytes(code, ABI_SYMBOL), "little")
+        if got != abi_hash:
+            raise ProgramError(f"{binary} has record layout {got:016x}, expected {abi_hash:016x}; build the program again")
+        if target.workers > own.workers:
+            raise ProgramError(
+                f"{binary} was built for {target.workers} workers; {self.info.name} has {own.workers} units; "
+                "build it for this device"
+            )
+        return HipExecutable(self, code, report, target)
+
+    # -------------------------------------------------------------------------------------------- memory
+    def make_current(self) -> None:
+        """The GPU becomes this thread's."""
+        hip = _hip()
+        _checked(hip.hipSetDevice(self.info.index))
+        if self._copies is None:
+            self._copies = _checked(hip.hipStreamCreateWithFlags(NON_BLOCKING))
+
+    def host_address(self, address: int) -> int:
+        """Where the host sees host-visible memory."""
+        return self._hosts[address]
+
+    def allocate(self, nbytes: int, host_visible: bool = False) -> Buffer:
+        self.make_current()
+        hip, size = _hip(), max(nbytes, 256)
+        # Coherent: the kernel's system-scope stores reach the host while the kernel runs.
+        result = hip.hipHostMalloc(size, COHERENT | MAPPED | PORTABLE) if host_visible else hip.hipMalloc(size)
+        if int(result[0]) != 0:
+            free, total = _checked(hip.hipMemGetInfo())
+            raise CapacityError(
+                f"{self.name}: cannot allocate {nbytes:,} bytes; {free:,} of {total:,} are free ({result[0].name})"
+            )
+        pointer = result[1]
+        if not host_visible:
+            return Buffer(int(pointer), nbytes, None, pointer)
+        host, address = int(pointer), int(_checked(hip.hipHostGetDevicePointer(pointer, 0)))
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(host))
+        self._hosts[address] = host
+        return Buffer(address, nbytes, view, pointer)
+
+    def fill(self, buffer: Buffer, byte: int) -> None:
+        if buffer.host is not None:
+            buffer.host[:] = byte
+            return
+        self.make_current()
+        hip = _hip()
+        _checked(hip.hipMemsetAsync(buffer.address, byte, buffer.bytes, self._copies))
+        _checked(hip.hipStreamSynchronize(self._copies))
+
+    def upload(self, buffer: Buffer, offset: int, data: npt.NDArray[Any]) -> None:
+        flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        _range(buffer, offset, flat.nbytes)
+        if buffer.host is not None:
+            buffer.host[offset : offset + flat.nbytes] = flat
+            return
+        self.make_current()
+        self._copy(buffer.address + offset, flat.ctypes.data, flat.nbytes, "hipMemcpyHostToDevice")
+
+    def download(self, buffer: Buffer, offset: int, nbytes: int) -> Bytes:
+        _range(buffer, offset, nbytes)
+        if buffer.host is not None:
+            return buffer.host[offset : offset + nbytes].copy()
+        self.make_current()
+        out = np.empty(nbytes, np.uint8)
+        self._copy(out.ctypes.data, buffer.address + offset, nbytes, "hipMemcpyDeviceToHost")
+        return out
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: str) -> None:
+        if nbytes == 0:
+            return
+        hip = _hip()
+        _checked(hip.hipMemcpyAsync(to, source, nbytes, getattr(hip.hipMemcpyKind, kind), self._copies))
+        _checked(hip.hipStreamSynchronize(self._copies))
+
+    def free(self, buffer: Buffer) -> None:
+        self.make_current()
+        hip = _hip()
+        self._hosts.pop(buffer.address, None)
+        _checked(hip.hipHostFree(buffer.owner) if buffer.host is not None else hip.hipFree(buffer.owner))
+
+
+def devices() -> Sequence[Device]:
+    """Every AMD GPU of this machine, or one device that says why there is none and still compiles."""
+    found, reason = probe()
+    return [HipDevice(info) for info in found] or [HipDevice(None, reason)]
+
+
+def _range(buffer: Buffer, offset: int, nbytes: int) -> None:
+    if offset < 0 or offset + nbytes > buffer.bytes:
+        raise ProgramError(f"bytes [{offset}, {offset + nbytes}) lie outside a buffer of {buffer.bytes}")

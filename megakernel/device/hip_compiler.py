@@ -1,0 +1,187 @@
+"""Compilers of AMD code objects: which there are, their flags, and how a kernel becomes a code object.
+
+The sources are freestanding, so any clang that knows the target will do; ROCm is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megakernel.device.device import KernelSource
+from megakernel.errors import BuildError, NoCompiler, TargetError
+from megakernel.target import TARGETS, Target
+
+SETTING = "MEGAKERNEL_HIPCXX"
+WAVES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1250": 32}  # lanes
+NEWEST_CLANG, OLDEST_CLANG = 26, 22
+STDINT = "\n".join(
+    ["#pragma once"]
+    + [f"typedef __{s}INT{n}_TYPE__ {s.lower()}int{n}_t;" for s in ("", "U") for n in (8, 16, 32, 64)]
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """`kind`: "clang" (links by itself), "zig" (clang and ld.lld of the ziglang package), "hiprtc" (ROCm's library)."""
+
+    kind: str
+    command: tuple[str, ...]
+    version: str
+
+
+@lru_cache(maxsize=8)
+def find_compiler(wanted: str | None = None) -> Compiler:
+    """The first that works of: `wanted` or MEGAKERNEL_HIPCXX, ROCm's clang, HIPRTC, clang++-22 or newer, ziglang.
+
+    Raises NoCompiler listing where it looked."""
+    wanted = wanted or os.environ.get(SETTING)
+    if wanted:
+        command = tuple(shlex.split(wanted))
+        if shutil.which(command[0]) is None:
+            raise NoCompiler(f"{SETTING} is {wanted!r} and {command[0]} is not an executable; set it to a clang++")
+        return Compiler("zig" if "ziglang" in command else "clang", command, _version(command))
+    rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "llvm" / "bin" / "clang++"
+    if rocm.exists():
+        return Compiler("clang", (str(rocm),), _version((str(rocm),)))
+    hiprtc = _hiprtc()
+    if hiprtc is not None:
+        _status, major, minor = hiprtc.hiprtcVersion()
+        return Compiler("hiprtc", (), f"hiprtc {major}.{minor}")
+    for number in range(NEWEST_CLANG, OLDEST_CLANG - 1, -1):
+        path, linker = shutil.which(f"clang++-{number}"), shutil.which(f"ld.lld-{number}") or shutil.which("ld.lld")
+        if path and linker:
+            return Compiler("clang", (path, f"--ld-path={linker}"), _version((path,)))
+    if importlib.util.find_spec("ziglang"):
+        command = (sys.executable, "-m", "ziglang", "clang")
+        return Compiler("zig", command, _version(command))
+    raise NoCompiler(
+        f"no compiler for AMD GPUs: looked for {SETTING}, {rocm}, HIPRTC through hip-python, clang++-{OLDEST_CLANG} or "
+        "newer with its lld in PATH, and the ziglang package; install one, or `pip install ziglang`"
+    )
+
+
+def compile_flags(target: Target, chaos: bool, trace: bool) -> tuple[str, ...]:
+    """Flags of a target that all compilers take. Raises TargetError for a target that hip.h does not know."""
+    if target.name not in WAVES:
+        names = ", ".join(t.name for t in TARGETS.values() if t.backend == "hip")
+        raise TargetError(f"unknown AMD target {target.name!r}; known: {names}")
+    return (
+        f"--offload-arch={target.name}", "-O3", "-std=c++20", "-ffp-contract=fast", "-fno-strict-aliasing",
+        f"-DMEGAKERNEL_WAVE={WAVES[target.name]}", f"-DMEGAKERNEL_LDS_BYTES={target.shared_bytes}",
+        *(("-DMEGAKERNEL_CHAOS=1",) if chaos else ()), *(("-DMEGAKERNEL_TRACE=1",) if trace else ()),
+    )  # fmt: skip
+
+
+FREESTANDING = (
+    "-x", "hip", "--offload-device-only", "-nogpulib", "-nogpuinc", "-ffreestanding", "-Wall", "-Wno-unused-command-line-argument",
+)  # fmt: skip
+
+
+def compile_code_object(source: KernelSource, include: Path, compiler: Compiler) -> bytes:
+    """The linked code object. `include`: the folder that holds the package. Raises BuildError with the log."""
+    if compiler.kind == "hiprtc":
+        return _compile_hiprtc(source, include)
+    with tempfile.TemporaryDirectory(prefix="megakernel-") as folder:
+        work = Path(folder)
+        assembly = work / "kernel.s"
+        assembly.write_text(compile_assembly(source, include, compiler))
+        return link_assembly(assembly, source.target, compiler)
+
+
+def compile_assembly(source: KernelSource, include: Path, compiler: Compiler) -> str:
+    """The kernel's assembly, which is what the checks of instructions read. Raises BuildError with the log."""
+    with tempfile.TemporaryDirectory(prefix="megakernel-") as folder:
+        work = Path(folder)
+        (work / "kernel.hip").write_text(source.text)
+        for name, text in source.headers.items():
+            (work / name).write_text(text)
+        flags = compile_flags(source.target, source.chaos, source.trace)
+        _call(
+            *compiler.command, *FREESTANDING, *flags, f"-I{work}", f"-I{include}", "-S", str(work / "kernel.hip"), "-o",
+            str(work / "kernel.s"),
+        )  # fmt: skip
+        return (work / "kernel.s").read_text()
+
+
+def link_assembly(assembly: Path, target: Target, compiler: Compiler) -> bytes:
+    """Assemble and link; an undefined symbol (a library function) is an error. Raises BuildError with the log."""
+    out, machine = assembly.with_suffix(".co"), ("-target", "amdgcn-amd-amdhsa", f"-mcpu={target.name}")
+    if compiler.kind == "zig":
+        made = assembly.with_suffix(".o")
+        _call(*compiler.command, *machine, "-c", str(assembly), "-o", str(made))
+        zig = compiler.command[:-1]
+        _call(*zig, "ld.lld", "-m", "elf64_amdgpu", "--no-undefined", "-shared", str(made), "-o", str(out))
+    else:
+        _call(*compiler.command, *machine, "-nogpulib", "-Wl,--no-undefined", str(assembly), "-o", str(out))
+    return out.read_bytes()
+
+
+def _call(*line: str) -> None:
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    except (OSError, subprocess.SubprocessError) as e:
+        raise BuildError(f"{line[0]} did not run: {e}") from e
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(line)}\nended with {done.returncode}:\n{done.stderr[-8000:]}")
+
+
+def _version(command: tuple[str, ...]) -> str:
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as e:
+        raise BuildError(f"{' '.join(command)} --version failed: {e}; set {SETTING} to a working clang++") from e
+    return done.stdout.splitlines()[0] if done.stdout else "unknown"
+
+
+# ------------------------------------------------------------------------------------------------ ROCm's library
+def _hiprtc() -> Any | None:
+    """hip-python's binding of HIPRTC when ROCm's library can be loaded. Unverified: written from its documentation."""
+    if importlib.util.find_spec("hip") is None:
+        return None
+    try:
+        from hip import hiprtc
+
+        hiprtc.hiprtcVersion()
+    except (ImportError, RuntimeError, AttributeError):
+        return None  # no ROCm: the next compiler in the list is tried, and the error names them all
+    return hiprtc
+
+
+def _compile_hiprtc(source: KernelSource, include: Path) -> bytes:
+    """Unverified: no ROCm was at hand."""
+    rtc = _hiprtc()
+    if rtc is None:
+        raise NoCompiler("HIPRTC cannot be loaded any more; is ROCm still installed?")
+    headers = {"stdint.h": STDINT, **source.headers}
+    names, texts = [n.encode() for n in headers], [t.encode() for t in headers.values()]
+    status, program = rtc.hiprtcCreateProgram(source.text.encode(), b"kernel.hip", len(names), texts, names)
+    _hiprtc_checked(rtc, status, "")
+    flags = (*compile_flags(source.target, source.chaos, source.trace), f"-I{include}")
+    options = [f.encode() for f in flags]
+    (status,) = rtc.hiprtcCompileProgram(program, len(options), options)
+    _status, size = rtc.hiprtcGetProgramLogSize(program)
+    log = bytearray(size)
+    rtc.hiprtcGetProgramLog(program, log)
+    _hiprtc_checked(rtc, status, log.decode(errors="replace"))
+    status, size = rtc.hiprtcGetCodeSize(program)
+    _hiprtc_checked(rtc, status, "")
+    code = bytearray(size)
+    (status,) = rtc.hiprtcGetCode(program, code)
+    _hiprtc_checked(rtc, status, "")
+    rtc.hiprtcDestroyProgram(program.createRef())
+    return bytes(code)
+
+
+def _hiprtc_checked(rtc: Any, status: Any, log: str) -> None:
+    if status != rtc.hiprtcResult.HIPRTC_SUCCESS:
+        raise BuildError(f"HIPRTC answered {status}:\n{log[-8000:]}")
