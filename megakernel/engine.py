@@ -39,6 +39,17 @@ class EngineStats:
         return self.launches / self.tokens if self.tokens else 0.0
 
 
+@dataclass(frozen=True)
+class EngineLoad:
+    """What the engine holds at this moment. `recovering`: between a fault and the clean state after it."""
+
+    waiting: int
+    running: int
+    free_pages: int
+    pages: int
+    recovering: bool
+
+
 @dataclass
 class _Occupant:
     """A request in a slot, until the kernel says that the slot is free."""
@@ -99,7 +110,8 @@ class Engine:
         self._queue: deque[Request] = deque()
         self._jobs: deque[_Job[Any]] = deque()
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = self._recovering = False
+        self._failure: BaseException | None = None  # what ended the driver, if not `close`
         self._number = 0
         self._launches = self._tokens = self._faults = self._steps = self._kernel_tokens = 0
         self._base = (0, 0)  # steps and tokens of the kernel before its last reset
@@ -126,8 +138,7 @@ class Engine:
         own = () if chosen.ignore_eos else self.stop_ids
         stops = tuple(dict.fromkeys((*own, *chosen.stop_ids)))
         with self._changed:
-            if self._closing:
-                raise EngineClosed("the engine is closed; open the model again")
+            self._check_open()
             self._number = self._number % 0xFFFFFFFE + 1
             request = Request(self._number, ids, chosen, limit, stops, self._wake, listen)
             self._queue.append(request)
@@ -138,16 +149,17 @@ class Engine:
         """Run `function` on the driver thread once no request holds a slot (waiting ones go on after it)."""
         job: _Job[T] = _Job(function)
         with self._changed:
-            if self._closing:
-                raise EngineClosed("the engine is closed; open the model again")
+            self._check_open()
             self._jobs.append(job)
             self._changed.notify_all()
         return job.wait()
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            self._steps, self._launches, self._kernel_tokens, self._tokens, self._number, self._faults
-        )
+        return EngineStats(self._steps, self._launches, self._kernel_tokens, self._tokens, self._number, self._faults)
+
+    def load(self) -> EngineLoad:
+        running = sum(occupant is not None for occupant in self._slots)
+        return EngineLoad(len(self._queue), running, self._pages.free_pages, self._pages.pages, self._recovering)
 
     @property
     def closed(self) -> bool:
@@ -188,6 +200,14 @@ class Engine:
             if not 0 <= number < m.vocab:
                 raise InvalidRequest(f"prompt: expected token ids from 0 to {m.vocab - 1}, got {number} at place {at}")
         return ids
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise EngineClosed(
+                f"the engine ended by an error ({self._failure}); open the model again"
+            ) from self._failure
+        if self._closing:
+            raise EngineClosed("the engine is closed; open the model again")
 
     def _wake(self, _request: Request) -> None:
         with self._changed:
@@ -328,6 +348,7 @@ class Engine:
 
     def _recover(self, fault: BaseException) -> None:
         """After a fault (or a failed job): fail the requests in slots, start again from a clean state."""
+        self._recovering = True
         self._faults += isinstance(fault, DeviceFault)
         for slot, occupant in enumerate(self._slots):
             if occupant:
@@ -336,11 +357,13 @@ class Engine:
         self._pages.release_all()
         self._base = (self._steps, self._kernel_tokens)
         self.runtime.reset()
+        self._recovering = False
 
     def _end(self, error: BaseException | None) -> None:
         """The last thing the driver does: nobody is left waiting."""
         with self._changed:
             self._closing = True
+            self._failure = error
             left = [*self._queue, *(o.request for o in self._slots if o)]
             jobs = list(self._jobs)
             self._queue.clear()

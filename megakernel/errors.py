@@ -87,6 +87,27 @@ class EngineClosed(MegakernelError):
     """The engine was closed, or a fault ended it before the request finished."""
 
 
+class ApiError(MegakernelError):
+    """An answer of the server that is an error: HTTP status, OpenAI's type and code, the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
 @dataclass(frozen=True)
 class FaultReport:
     """A device fault, decoded. `value` and `target` are the counter's value seen and the one waited for."""

@@ -102,4 +102,3 @@ def _describe(program: Program, worker: int, record: Any) -> str:
     name = program.manifest.nodes[int(record["node"])].name
     tiles = f"tiles {first} to {first + count - 1}" if count else "its tickets"
     return f"{name} {tiles} on worker {worker}"
-

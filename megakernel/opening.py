@@ -81,13 +81,12 @@ def build(
     origin: Origin, target: Target, device: Device, settings: Settings, progress: Progress | None, **options: Any
 ) -> Program:
     """`build_program` with the origin's configuration and name; `options` are its own."""
+
     def say(stage: str) -> None:
         if progress:
             progress(stage, 0, 0)
 
-    return build_program(
-        origin.config, target, device, cache=settings.cache, name=origin.name, progress=say, **options
-    )
+    return build_program(origin.config, target, device, cache=settings.cache, name=origin.name, progress=say, **options)
 
 
 def load(

@@ -73,7 +73,7 @@ def memory_of(manifest: Manifest, kv_pages: int) -> MemoryReport:
     return MemoryReport(
         weights=manifest.weights_bytes,
         kv=manifest.kv_layers * kv_pages * manifest.kv_heads * manifest.kv_unit_bytes,
-        workspace=manifest.workspace_bytes,
+        workspace=manifest.workspace_bytes * manifest.workspace_copies,
         control=sum(size for _, size, _ in _control_buffers(manifest)),
     )
 
@@ -165,9 +165,11 @@ class Runtime:
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """A copy of a workspace tensor, [rows, cols]. Meaningful between launches, until its buffer is reused."""
-        t = self.manifest.tensor(name)
+        m = self.manifest
+        t = m.tensor(name)
         kind = np.dtype(NUMPY_TYPES[t.dtype])
-        raw = self.device.download(self._buffers["workspace"], t.offset, t.rows * t.cols * kind.itemsize)
+        at = t.offset + self._step % m.workspace_copies * m.workspace_bytes  # the copy of the last step
+        raw = self.device.download(self._buffers["workspace"], at, t.rows * t.cols * kind.itemsize)
         return np.frombuffer(raw.tobytes(), kind).reshape(t.rows, t.cols)
 
     def buffer(self, name: str) -> Buffer:
@@ -187,6 +189,7 @@ class Runtime:
                 {
                     **at,
                     "kv_layer_stride": self.kv_pages * m.kv_heads * m.kv_unit_bytes,
+                    "workspace_stride": m.workspace_bytes if m.workspace_copies > 1 else 0,
                     "step_limit": self._step + self.max_steps(steps),
                     "spin_budget_ns": self.spin_budget_ns,
                     "workers": m.workers,

@@ -19,6 +19,7 @@ class Settings:
 
     MEGAKERNEL_CACHE: folder of compiled kernels and the demo model (default ~/.cache/megakernel).
     MEGAKERNEL_CXX: C++ compiler of the CPU device, a command that may have arguments.
+    MEGAKERNEL_HIPCXX: clang++ for AMD targets. ROCM_PATH: where ROCm is, which other tools read too.
     MEGAKERNEL_TARGET: name of the target that the CPU device takes instead of what it detects.
     MEGAKERNEL_WORKERS: resident workers instead of the target's number.
     MEGAKERNEL_DEBUG: 0 to 4, each level adds to the one before.
@@ -28,6 +29,8 @@ class Settings:
 
     cache: Path
     cxx: str | None = None
+    hip_cxx: str | None = None
+    rocm: Path = Path("/opt/rocm")
     target: str | None = None
     workers: int | None = None
     debug: int = 0
@@ -51,6 +54,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         cache=_cache_folder(env),
         cxx=_text(env, "MEGAKERNEL_CXX"),
+        hip_cxx=_text(env, "MEGAKERNEL_HIPCXX"),
+        rocm=Path(_text(env, "ROCM_PATH") or "/opt/rocm"),
         target=_text(env, "MEGAKERNEL_TARGET"),
         workers=workers or None,
         debug=_integer(env, "MEGAKERNEL_DEBUG", 0, 0, 4, DEBUG_LEVELS),

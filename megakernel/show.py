@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -33,7 +34,7 @@ def emit(value: Any) -> None:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
     made = Table(*columns, title=title or None, title_justify="left")
     for row in rows:
-        made.add_row(*(str(cell) for cell in row))
+        made.add_row(*(escape(str(cell)) for cell in row))
     Console(width=None if sys.stdout.isatty() else 160).print(made)
 
 
@@ -93,7 +94,7 @@ def reported(command: Command) -> Command:
                 raise
             if kwargs.get("as_json"):
                 emit({"error": type(e).__name__, "message": str(e)})
-            errors.print(f"[bold red]error:[/] {_escaped(str(e))}", highlight=False, soft_wrap=True)
+            errors.print(f"[bold red]error:[/] {escape(str(e))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
 
     return wrapper  # type: ignore[return-value]  # same signature, by functools.wraps
@@ -104,7 +105,3 @@ def _debug() -> bool:
         return read_settings().debug > 0
     except MegakernelError:  # the settings themselves are what is wrong; they are reported by the caller
         return False
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")

@@ -21,6 +21,7 @@ from megakernel.device.device import Device, KernelSource
 from megakernel.errors import CapacityError, LoweringError, ProgramError
 from megakernel.graph import Graph
 from megakernel.scheduler.assign import find_policies
+from megakernel.scheduler.by_value import drop_value_waits
 from megakernel.scheduler.dependencies import schedule
 from megakernel.scheduler.encode import encode
 from megakernel.scheduler.schedule import Schedule
@@ -68,10 +69,12 @@ def make_plan(
     policies = find_policies()
     if policy not in policies:
         raise LoweringError(f"unknown policy {policy!r}; known: {', '.join(policies)}")
-    memory = plan(lowered.nodes, lowered.tensors)
+    memory = plan(lowered.nodes, lowered.tensors, reuse=not target.value_edges)
     context = min(512, limits.max_context)
     made = schedule(lowered.nodes, policies[policy](lowered.nodes, target, context), policy, alias=memory.at)
     verify(made, memory.at)
+    if target.value_edges:
+        made = drop_value_waits(made)
     return Plan(graph, lowered, memory, made, limits, target)
 
 
@@ -192,6 +195,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, po
         weights_bytes=low.weights_bytes,
         stream_bytes=low.stream_bytes,
         workspace_bytes=made.memory.total,
+        workspace_copies=2 if target.value_edges else 1,
         counter_count=made.schedule.counters,
         queue_length=queue_length,
         variants=variants_of(low.nodes),

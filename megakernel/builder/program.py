@@ -103,7 +103,7 @@ class Manifest:
     vocab: int
     weights_bytes: int
     stream_bytes: int  # bytes of weights read by one step at one row
-    workspace_bytes: int
+    workspace_bytes: int  # of one copy
     counter_count: int
     queue_length: int
     variants: tuple[str, ...]  # by opcode
@@ -113,6 +113,7 @@ class Manifest:
     source_hash: str
     chaos: bool = False
     trace: bool = False
+    workspace_copies: int = 1  # 2: even and odd steps have their own
 
     def tensor(self, name: str) -> WorkspaceTensor:
         for t in self.tensors:

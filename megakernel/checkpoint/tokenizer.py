@@ -91,6 +91,13 @@ class Tokenizer:
         stream = self.stream(skip_special)
         return stream.push_all(list(ids)) + stream.flush()
 
+    def token_bytes(self, number: int) -> bytes:
+        """The bytes that a token adds to a text, special tokens spelled out; empty for an id without a token."""
+        if self._pieces is not None:
+            return self._pieces.piece(number)
+        text: str = self.raw.decode([number], skip_special_tokens=False) if self.token(number) is not None else ""
+        return text.encode("utf-8")
+
     def stream(self, skip_special: bool = True) -> TextStream:
         """A new decoder of one sequence, fed id by id."""
         skipped = self.special_ids if skip_special else frozenset[int]()

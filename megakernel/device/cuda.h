@@ -31,6 +31,13 @@ constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
 
+// What a warp is at, for its fault report.
+struct Place {
+  uint64_t step;
+  const abi::Record* record;
+  uint32_t record_index;
+};
+
 struct alignas(128) Block {
   uint8_t ring[kStages][kStageBytes];
   alignas(16) uint8_t scratch[kScratchBytes];
@@ -49,6 +56,7 @@ struct alignas(128) Block {
   float reduce_float[2][kConsumers];
   int32_t reduce_int[2][kConsumers];
   uint64_t broadcast_word[2];
+  Place place[kWarps];
   uint8_t copying[kStages];  // of each stage: 0 never filled, else 2 + parity of the phase that fills it
   uint32_t dropped;          // the signal that a test wants lost has been lost
 };
@@ -97,16 +105,10 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
 }
 
 // ------------------------------------------------------------------------------------------------ waiting
-// Where a warp is: passed by value, so that it stays in registers.
-struct Place {
-  uint64_t step;
-  const abi::Record* record;
-  uint32_t record_index;
-};
-
 // The first fault of a launch is recorded; every warp leaves when it next waits.
 __device__ __noinline__ void report_fault(
-    Place at, abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
+    abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
+  const Place& at = block().place[threadIdx.x / 32];
   abi::LaunchState* launch = launch_state();
   if (atomicCAS(&launch->abort, 0u, 1u) != 0) return;
   auto* f = reinterpret_cast<abi::FaultRecord*>(block().args.fault);
@@ -130,19 +132,20 @@ __device__ __noinline__ void report_fault(
 MK_DEVICE void drain_copies() {
   for (uint32_t s = 0; s < kStages; ++s) {
     const uint32_t state = block().copying[s];
-    while (state != 0 && !barrier_try(&block().full[s], state & 1)) {}
+    while (state != 0 && !barrier_try(shared_address(&block().full[s]), state & 1)) {}
   }
 }
 
 // Called now and then by who waits; returns when the wait began. Ends this thread when the launch is over, with a fault
 // when that is its own doing.
 __device__ __noinline__ uint64_t keep_waiting(
-    uint64_t began, Place at, abi::FaultKind kind, uint32_t counter, uint64_t value, uint64_t target) {
+    uint64_t began, abi::FaultKind kind, uint32_t counter, uint64_t value, uint64_t target) {
   const uint64_t now = clock_ns();
   if (began == 0) began = now;
   bool over = load_word(&launch_state()->abort) != 0;
   if (!over && now - began >= block().args.spin_budget_ns) {
-    report_fault(at, kind, at.record ? at.record->tile_begin : abi::kNone, counter, value, target);
+    const abi::Record* record = block().place[threadIdx.x / 32].record;
+    report_fault(kind, record ? record->tile_begin : abi::kNone, counter, value, target);
     over = true;
   }
   if (over) {
@@ -150,6 +153,22 @@ __device__ __noinline__ uint64_t keep_waiting(
     asm volatile("exit;");
   }
   return began;
+}
+
+// The rest of a wait that did not succeed at once.
+__device__ __noinline__ void wait_phase(uint32_t barrier, uint32_t parity, abi::FaultKind kind) {
+  uint64_t began = 0;
+  for (uint32_t turns = 1; !barrier_try(barrier, parity); ++turns) {
+    if (turns % 64 == 0) began = keep_waiting(began, kind, abi::kNone, 0, parity);
+  }
+}
+
+__device__ __noinline__ void wait_counter(const uint64_t* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
+  uint64_t began = 0, value = load_acquire(p);
+  for (uint32_t turns = 1; value < target; ++turns) {
+    if (turns % 64 == 0) began = keep_waiting(began, kind, counter, value, target);
+    value = load_acquire(p);
+  }
 }
 
 // A random delay: often none, rarely long. Returns the next state.
@@ -188,7 +207,12 @@ struct Worker {
   static constexpr uint32_t lanes() { return kConsumers * 32; }
   MK_DEVICE uint32_t warp() const { return threadIdx.x / 32; }
   MK_DEVICE uint32_t warp_lane() const { return threadIdx.x % 32; }
-  MK_DEVICE Place place() const { return {step, record, record_index}; }
+
+  // For fault reports of what follows.
+  MK_DEVICE void mark(const abi::Record* r) {
+    record = r;
+    if (warp_lane() == 0) block().place[warp()] = {step, r, record_index};
+  }
 
   MK_DEVICE void begin_step(uint64_t s) {
     step = s;
@@ -246,28 +270,30 @@ struct Worker {
 
   // Calls `ready` until it is true; ends the thread when the launch is over.
   template <class Ready>
-  MK_DEVICE void spin(Ready ready, abi::FaultKind kind, uint32_t counter, uint64_t target) {
+  MK_DEVICE void spin(Ready ready, abi::FaultKind kind, uint32_t tile) {
     if constexpr (kChaos) random = random_delay(random);
     uint64_t began = 0;
     for (uint32_t turns = 1; !ready(); ++turns) {
-      if (turns % 64 == 0) began = keep_waiting(began, place(), kind, counter, 0, target);
+      if (turns % 64 == 0) began = keep_waiting(began, kind, abi::kNone, 0, tile);
     }
   }
 
   // A phase of a barrier inside the block.
   MK_DEVICE void wait_barrier(uint64_t* barrier, uint32_t parity, abi::FaultKind kind = abi::FaultKind::kRingBudget) {
-    spin([&] { return barrier_try(barrier, parity); }, kind, abi::kNone, parity);
+    if constexpr (kChaos) random = random_delay(random);
+    const uint32_t address = shared_address(barrier);
+    if (!barrier_try(address, parity)) wait_phase(address, parity, kind);
   }
 
   // Waits until *p >= target, acquire. Every lane that calls it waits.
-  template <class T>
-  MK_DEVICE bool wait(const T* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
+  MK_DEVICE bool wait(const uint64_t* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
     if constexpr (kChaos) random = random_delay(random);
-    uint64_t value = load_acquire(p), began = 0;
-    for (uint32_t turns = 1; value < target; ++turns) {
-      if (turns % 64 == 0) began = keep_waiting(began, place(), kind, counter, value, target);
-      value = load_acquire(p);
-    }
+    wait_counter(p, target, kind, counter);
+    return true;
+  }
+  MK_DEVICE bool wait(const uint32_t* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
+    uint32_t value = 0;
+    spin([&] { return (value = load_acquire(p)) >= target; }, kind, counter);
     return true;
   }
   template <class T, class Idle>
@@ -288,7 +314,7 @@ struct Worker {
   }
 
   MK_DEVICE void fault(abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
-    report_fault(place(), kind, tile, counter, value, target);
+    report_fault(kind, tile, counter, value, target);
   }
 
  private:
@@ -327,7 +353,7 @@ MK_DEVICE void clear(float* p) { store_word(p, kInvalid); }
 // A float that another worker publishes; waits for it.
 MK_DEVICE float await(Worker& w, const float* p) {
   uint32_t v = load_word(p);
-  w.spin([&] { return v != kInvalid || (v = load_word(p)) != kInvalid; }, abi::FaultKind::kValueBudget, abi::kNone, 0);
+  w.spin([&] { return v != kInvalid || (v = load_word(p)) != kInvalid; }, abi::FaultKind::kValueBudget, 0);
   return as_float(v);
 }
 

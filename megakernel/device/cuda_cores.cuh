@@ -1,6 +1,6 @@
 // How each role runs a task on this device. `Core<T>` of a task that streams is written for the matrix cores; any other
-// task is executed by the group of consumers. Each is a function of its own, which takes and returns the role's state in
-// registers.
+// task is executed by the group of consumers. Each is a function out of line, which takes and returns the role's state by
+// value: so that the state stays in registers, and that tasks which differ in their epilogue only share code.
 #pragma once
 
 namespace megakernel::dev {
@@ -92,33 +92,15 @@ struct Core {
   static constexpr bool kProduces = false, kStores = false;
   static constexpr bool kNeedsHeader = false;  // of its producer
 
-  MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const typename T::Fields& f) {
+  static __device__ __noinline__ Consumer consume(Consumer c) {
+    const abi::Record& record = *c.w.record;
     wait_counters(c.w, record);
-    T::execute(c.w, record, f);
+    T::execute(c.w, record, fields_of<T>(record));
     c.w.sync();
     if (c.w.lane() == 0) signal_counter(c.w, record);
+    return c;
   }
 };
-
-// The state of a role goes in and out by value.
-template <class T>
-__device__ __noinline__ Producer produce(Producer p) {
-  const abi::Record& record = *p.w.record;
-  Core<T>::produce(p, record, fields_of<T>(record));
-  return p;
-}
-template <class T>
-__device__ __noinline__ Consumer consume(Consumer c) {
-  const abi::Record& record = *c.w.record;
-  Core<T>::consume(c, record, fields_of<T>(record));
-  return c;
-}
-template <class T>
-__device__ __noinline__ Storer store(Storer s) {
-  const abi::Record& record = *s.w.record;
-  Core<T>::store(s, record, fields_of<T>(record));
-  return s;
-}
 
 }  // namespace megakernel::dev
 

@@ -97,8 +97,10 @@ struct Core<tasks::Attention<kConfig>> {
   };
 
   // ---------------------------------------------------------------------------------------------- producer
-  MK_DEVICE static void produce(Producer& p, const abi::Record& record, const Fields& f) {
+  static __device__ __noinline__ Producer produce(Producer p) {
     Worker& w = p.w;
+    const abi::Record& record = *w.record;
+    const Fields& f = fields_of<Task>(record);
     fence_global_for_copies();
     const char* pool = reinterpret_cast<const char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
     Items items(*w.header, record, f);
@@ -112,6 +114,7 @@ struct Core<tasks::Attention<kConfig>> {
         p.put(pool + (page * kKvHeads + items.head) * kUnitBytes, kUnitBytes);
       }
     }
+    return p;
   }
 
   // ---------------------------------------------------------------------------------------------- one head at a position
@@ -176,7 +179,7 @@ struct Core<tasks::Attention<kConfig>> {
         }
       }
       return false;
-    }, abi::FaultKind::kValueBudget, abi::kNone, 0);
+    }, abi::FaultKind::kValueBudget, 0);
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) out[i].set(q[i][0], q[i][1]);
   }
@@ -309,8 +312,10 @@ struct Core<tasks::Attention<kConfig>> {
   }
 
   // ---------------------------------------------------------------------------------------------- consumer
-  MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const Fields& f) {
+  static __device__ __noinline__ Consumer consume(Consumer c) {
     Worker& w = c.w;
+    const abi::Record& record = *w.record;
+    const Fields& f = fields_of<Task>(record);
     w.sync();  // scratch is free
     wait_counters(w, record);
     char* pool = reinterpret_cast<char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
@@ -319,6 +324,7 @@ struct Core<tasks::Attention<kConfig>> {
     clear_last(w, record, f);
     w.sync();
     if (w.lane() == 0) signal_counter(w, record);
+    return c;
   }
 
   MK_DEVICE static void run_item(Consumer& c, const Fields& f, const Items& item, char* pool) {

@@ -26,16 +26,16 @@ MK_DEVICE void barrier_arrive(uint64_t* barrier) {
 }
 
 // Whether the phase with this parity is complete. On 9.0 the thread sleeps for a while before the answer is no.
-MK_DEVICE bool barrier_try(uint64_t* barrier, uint32_t parity) {
+MK_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {  // `barrier`: its shared address
   uint32_t done;
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 #else
   asm volatile(
       "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 #endif
   return done != 0;
 }

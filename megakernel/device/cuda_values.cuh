@@ -9,8 +9,10 @@ struct Core<tasks::Embedding<kConfig>> {
   using Fields = abi::EmbeddingFields;
   static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
 
-  MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const Fields& f) {
+  static __device__ __noinline__ Consumer consume(Consumer c) {
     Worker& w = c.w;
+    const abi::Record& record = *w.record;
+    const Fields& f = fields_of<tasks::Embedding<kConfig>>(record);
     wait_counters(w, record);
     const uint32_t first = record.tile_begin * f.tile_cols;
     const uint32_t width = tasks::least(f.cols - first, record.tile_count * f.tile_cols);
@@ -26,9 +28,10 @@ struct Core<tasks::Embedding<kConfig>> {
     for (uint32_t r = 0; r < w.last->rows; ++r) {
       for (uint32_t i = w.lane(); i < width; i += w.lanes()) clear(before(w, out + uint64_t(r) * f.cols + i));
     }
-    if (record.signal == abi::kNone) return;
+    if (record.signal == abi::kNone) return c;
     w.sync();
     if (w.lane() == 0) signal_counter(w, record);
+    return c;
   }
 };
 
@@ -42,8 +45,10 @@ struct Core<tasks::Combine<kConfig>> {
   static constexpr uint32_t kParts = (kStride + 31) / 32;  // floats of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                   // pieces of a warp on their way
 
-  MK_DEVICE static void consume(Consumer& c, const abi::Record& record, const Fields& f) {
+  static __device__ __noinline__ Consumer consume(Consumer c) {
     Worker& w = c.w;
+    const abi::Record& record = *w.record;
+    const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
     wait_counters(w, record);
     const uint32_t first = record.tile_begin, last = record.tile_begin + record.tile_count;
     uint32_t turn = 0;
@@ -65,9 +70,10 @@ struct Core<tasks::Combine<kConfig>> {
         clear(before(w, out + uint64_t(r) * kConfig.heads * kDim + i));
       }
     }
-    if (record.signal == abi::kNone) return;
+    if (record.signal == abi::kNone) return c;
     w.sync();
     if (w.lane() == 0) signal_counter(w, record);
+    return c;
   }
 
   MK_DEVICE static const float* pieces_of(const Worker& w, const Fields& f, uint32_t r, uint32_t h) {
@@ -196,7 +202,7 @@ struct Core<tasks::Combine<kConfig>> {
         }
       }
       return false;
-    }, abi::FaultKind::kValueBudget, abi::kNone, high);
+    }, abi::FaultKind::kValueBudget, high);
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) {
 #pragma unroll

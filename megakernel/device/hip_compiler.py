@@ -6,7 +6,6 @@ The sources are freestanding, so any clang that knows the target will do; ROCm i
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 
 from megakernel.device.device import KernelSource
 from megakernel.errors import BuildError, NoCompiler, TargetError
+from megakernel.settings import read_settings
 from megakernel.target import TARGETS, Target
 
 SETTING = "MEGAKERNEL_HIPCXX"
@@ -44,13 +44,13 @@ def find_compiler(wanted: str | None = None) -> Compiler:
     """The first that works of: `wanted` or MEGAKERNEL_HIPCXX, ROCm's clang, HIPRTC, clang++-22 or newer, ziglang.
 
     Raises NoCompiler listing where it looked."""
-    wanted = wanted or os.environ.get(SETTING)
+    wanted = wanted or read_settings().hip_cxx
     if wanted:
         command = tuple(shlex.split(wanted))
         if shutil.which(command[0]) is None:
             raise NoCompiler(f"{SETTING} is {wanted!r} and {command[0]} is not an executable; set it to a clang++")
         return Compiler("zig" if "ziglang" in command else "clang", command, _version(command))
-    rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "llvm" / "bin" / "clang++"
+    rocm = read_settings().rocm / "llvm" / "bin" / "clang++"
     if rocm.exists():
         return Compiler("clang", (str(rocm),), _version((str(rocm),)))
     hiprtc = _hiprtc()

@@ -2,6 +2,11 @@
 //
 // While a record waits for others, the memory that it will stream is touched ahead: it depends on nobody.
 #pragma once
+
+#ifdef MEGAKERNEL_SPLIT_ROLES  // a device whose roles run side by side has a driver of its own
+#include "megakernel/scheduler/roles.cuh"
+#else
+
 #include "megakernel/scheduler/queue.cuh"
 
 namespace megakernel {
@@ -157,3 +162,5 @@ MK_DEVICE void run_worker(dev::Worker& w) {
 }
 
 }  // namespace megakernel
+
+#endif

@@ -53,12 +53,12 @@ struct Reader {
   // False: the record ends the step.
   MK_DEVICE bool next(Worker& w) {
     w.wait_barrier(&block().record_full[slot], parity);
-    w.record = &block().record[slot];
+    w.mark(&block().record[slot]);
     return w.record->opcode != abi::kEnd;
   }
   MK_DEVICE void done(Worker& w) {
     __syncwarp();
-    w.record = nullptr;
+    w.mark(nullptr);
     if (w.warp_lane() == 0) dev::barrier_arrive(&block().record_empty[slot]);
     if (++slot == dev::kRecords) {
       slot = 0;
@@ -168,13 +168,13 @@ MK_DEVICE void run_producer(dev::Producer& p, bool one_step) {
       put_word(p.w, record, word);
       if (record.opcode == abi::kEnd) break;
       word = *words_of(p.w, p.w.record_index + 1);
-      p.w.record = &record;
+      p.w.mark(&record);
       dispatch<0>(p.w, [&]<class T>() {
         if constexpr (dev::Core<T>::kProduces) {
-          if (!dev::Core<T>::kNeedsHeader || need_header()) p = dev::produce<T>(p);
+          if (!dev::Core<T>::kNeedsHeader || need_header()) p = dev::Core<T>::produce(p);
         }
       }, Tasks{});
-      p.w.record = nullptr;
+      p.w.mark(nullptr);
       __syncwarp();
     }
     if (!need_header()) break;
@@ -193,7 +193,7 @@ MK_DEVICE void run_consumer(dev::Consumer& c, bool one_step) {
   }
   for (c.w.begin_step(block().first_step + 1); await_header(c.w, parity); c.w.begin_step(c.w.step + 1)) {
     for (c.w.record_index = 0; reader.next(c.w); ++c.w.record_index) {
-      dispatch<0>(c.w, [&]<class T>() { c = dev::consume<T>(c); }, Tasks{});
+      dispatch<0>(c.w, [&]<class T>() { c = dev::Core<T>::consume(c); }, Tasks{});
       reader.done(c.w);
     }
     reader.done(c.w);
@@ -209,7 +209,7 @@ MK_DEVICE void run_storer(dev::Storer& s, bool one_step) {
   for (s.w.begin_step(block().first_step + 1); await_header(s.w, parity); s.w.begin_step(s.w.step + 1)) {
     for (s.w.record_index = 0; reader.next(s.w); ++s.w.record_index) {
       dispatch<0>(s.w, [&]<class T>() {
-        if constexpr (dev::Core<T>::kStores) s = dev::store<T>(s);
+        if constexpr (dev::Core<T>::kStores) s = dev::Core<T>::store(s);
       }, Tasks{});
       reader.done(s.w);
     }

@@ -104,6 +104,10 @@ class Attention(Task):
         return Cost(2.0 * share * v.head_dim * v.kv_dtype.bytes, 4.0 * count * (v.group + 2) * v.head_dim, flops)
 
     @staticmethod
+    def by_value(node: TaskNode) -> bool:
+        return True
+
+    @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
         def weight(role: str) -> int:
             return at.weight(node.weights[role]) if role in node.weights else NONE64

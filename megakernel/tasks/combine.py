@@ -62,6 +62,10 @@ class Combine(Task):
         return Cost(0.0, 4.0 * elements, 3.0 * elements)
 
     @staticmethod
+    def by_value(node: TaskNode) -> bool:
+        return True
+
+    @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
         return {
             "partials": at.tensor(node.tensors["partials"]),

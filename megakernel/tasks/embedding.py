@@ -60,6 +60,10 @@ class Embedding(Task):
         return Cost(other_bytes=cols * (read + 4.0), flops=float(cols))
 
     @staticmethod
+    def by_value(node: TaskNode) -> bool:
+        return True
+
+    @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
         return {
             "table": at.weight(node.weights["table"]),

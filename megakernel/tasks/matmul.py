@@ -100,6 +100,11 @@ class Matmul(Task):
         return Cost(elements * node.variant.dtype.bytes, other, 2.0 * elements)
 
     @staticmethod
+    def by_value(node: TaskNode) -> bool:
+        assert isinstance(node.variant, MatmulConfig)
+        return not node.variant.sampled
+
+    @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
         w, t = node.weights, node.tensors
         return {

@@ -141,6 +141,12 @@ class Task(ABC):
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
         """Values of `fields`."""
 
+    @staticmethod
+    def by_value(node: TaskNode) -> bool:
+        """Whether the elements that this node writes may say by themselves whether they have been written: each is a
+        float, written once a step, and whoever reads it can wait for it."""
+        return False
+
 
 @lru_cache(maxsize=1)
 def all_tasks() -> dict[str, type[Task]]:

@@ -194,6 +194,20 @@ def test_close_fails_what_runs_and_what_waits() -> None:
     assert device.loaded[0].closed and not device.buffers
 
 
+def test_an_unforeseen_error_ends_the_engine_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(step_s=0.001)
+    engine = open_engine(device, max_slots=1)
+    requests = [engine.submit([i], greedy(50)) for i in range(2)]
+    monkeypatch.setattr(engine.runtime, "events", lambda: 1 // 0)
+    for request in requests:
+        with pytest.raises(ZeroDivisionError):
+            request.result(10)
+    engine.close()
+    assert engine.closed and not device.buffers
+    with pytest.raises(EngineClosed, match="ended by an error"):
+        engine.submit([1])
+
+
 def test_exclusive_waits_for_requests_and_hands_back_errors(engine: Engine) -> None:
     request = engine.submit([1], greedy(20))
     next(iter(request))

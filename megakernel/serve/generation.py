@@ -1,0 +1,160 @@
+"""Engine requests on an event loop: tokens become text here, off the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from megakernel.checkpoint import Tokenizer
+from megakernel.engine import Engine
+from megakernel.errors import ApiError
+from megakernel.request import Request, Token
+from megakernel.sampling import SamplingParams
+from megakernel.text import StoppingText
+
+
+class Bell:
+    """Wakes generations on the loop's thread. The engine's thread rings; many rings make one wake-up of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._rung: deque[Callable[[], None]] = deque()
+        self._armed = False
+
+    def ring(self, wake: Callable[[], None]) -> None:
+        """From any thread; never blocks. `wake` is called on the loop soon, not at all when the loop has ended."""
+        self._rung.append(wake)
+        if not self._armed:
+            self._armed = True
+            with suppress(RuntimeError):  # the loop was closed: nobody is left to wake
+                self._loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._armed = False  # first: a ring that comes after the last look below arms again
+        while self._rung:
+            self._rung.popleft()()
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is new of one choice. The last update of a choice has a finish_reason."""
+
+    choice: int
+    delta: str
+    tokens: list[Token]
+    finish_reason: str | None
+
+
+class _Choice:
+    """One engine request and its text."""
+
+    def __init__(self, request: Request, text: StoppingText) -> None:
+        self.request = request
+        self.text = text
+        self.tokens: list[Token] = []
+        self.finish_reason: str | None = None
+
+
+class Generation:
+    """The choices of one HTTP request. Lives on the loop; `updates` is read once, by one task."""
+
+    def __init__(self, bell: Bell, on_end: Callable[[Generation], None] | None = None) -> None:
+        self._bell = bell
+        self._news: deque[int] = deque()
+        self._wakeup = asyncio.Event()
+        self._on_end = on_end
+        self._ended = False
+        self._stop: ApiError | None = None  # why it was ended before its time
+        self.choices: list[_Choice] = []
+        self.started = time.perf_counter()
+        self.first_token = 0.0
+
+    def submit(
+        self, engine: Engine, tokenizer: Tokenizer | None, prompts: Sequence[tuple[Sequence[int], SamplingParams]]
+    ) -> None:
+        """One choice for each prompt. Raises what `Engine.submit` raises, then none is left running."""
+        try:
+            for i, (ids, params) in enumerate(prompts):
+                listen = partial(self._bell.ring, partial(self._wake, i))
+                request = engine.submit(ids, params, listen)
+                self.choices.append(_Choice(request, StoppingText(tokenizer, params.stop_texts)))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _wake(self, choice: int) -> None:
+        self._news.append(choice)
+        self._wakeup.set()
+
+    def abort(self, reason: ApiError) -> None:
+        """End it early: `updates` raises `reason`. The engine's slots are free within a step."""
+        if self._stop is None and not self._ended:
+            self._stop = reason
+            self.cancel()
+            self._wakeup.set()
+
+    def cancel(self) -> None:
+        """End every request that still runs, and the generation with them."""
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.request.cancel()
+        if not self._ended:
+            self._ended = True
+            if self._on_end:
+                self._on_end(self)
+
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        """What came since the last one, until every choice has ended. Raises DeviceFault, EngineClosed, ApiError.
+
+        When the reader stops early the requests are cancelled."""
+        left = len(self.choices)
+        try:
+            while left:
+                await self._wakeup.wait()
+                self._wakeup.clear()
+                if self._stop is not None:
+                    raise self._stop
+                out = []
+                for choice in dict.fromkeys(self._drain()):
+                    update = self._read(choice)
+                    if update is not None:
+                        out.append(update)
+                        left -= update.finish_reason is not None
+                if out:
+                    yield out
+        finally:
+            self.cancel()
+
+    def _drain(self) -> list[int]:
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def _read(self, index: int) -> Update | None:
+        choice = self.choices[index]
+        if choice.finish_reason is not None:
+            return None
+        fresh, done = choice.request.poll(len(choice.tokens))
+        if fresh and not self.first_token:
+            self.first_token = time.perf_counter()
+        delta, taken = "", []
+        for token in fresh:
+            taken.append(token)
+            delta += choice.text.push(token.id)
+            if choice.text.stopped:
+                choice.request.cancel("stop")
+                break
+        choice.tokens += taken
+        if choice.text.stopped:
+            choice.finish_reason = "stop"
+        elif done:
+            delta += choice.text.finish()
+            choice.finish_reason = "stop" if choice.text.stopped else choice.request.finish_reason or "stop"
+        elif not taken:
+            return None
+        return Update(index, delta, taken, choice.finish_reason)

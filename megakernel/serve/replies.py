@@ -1,0 +1,155 @@
+"""OpenAI's JSON forms of answers and of chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megakernel.checkpoint import Tokenizer
+from megakernel.request import Token
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def event(data: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+DONE = event(b"[DONE]")
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+class Form(Protocol):
+    """How one endpoint writes its answers. `text` is all of a choice, `delta` what is new of it."""
+
+    def whole(self, choices: Sequence[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]: ...
+    def choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None) -> dict[str, Any]: ...
+    def opening(self, index: int) -> bytes: ...
+    def chunk(self, index: int, delta: str, tokens: Sequence[Token], reason: str | None) -> bytes: ...
+    def usage_chunk(self, used: dict[str, int]) -> bytes: ...
+
+
+class Base:
+    """Identity of one answer, and the beginning that all its chunks share."""
+
+    prefix = ""
+    object = ""
+    chunk_object = ""
+
+    def __init__(
+        self, model: str, fingerprint: str, tokenizer: Tokenizer | None, logprobs: int | None, with_usage: bool
+    ) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = model
+        self.fingerprint = fingerprint
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        head = self._head(self.chunk_object)
+        self._start = b"data: " + dumps(head)[:-1] + b',"choices":[{"index":'
+        self._end = b"}]" + (b',"usage":null' if with_usage else b"") + b"}\n\n"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }  # fmt: skip
+
+    def whole(self, choices: Sequence[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
+        return {**self._head(self.object), "choices": list(choices), "usage": used}
+
+    def usage_chunk(self, used: dict[str, int]) -> bytes:
+        return event(dumps({**self._head(self.chunk_object), "choices": [], "usage": used}))
+
+    def _chunk(self, index: int, body: bytes, logprobs: Any, reason: str | None) -> bytes:
+        tail = b',"logprobs":' + (dumps(logprobs) if logprobs else b"null")
+        ended = b',"finish_reason":' + (b'"' + reason.encode() + b'"' if reason else b"null")
+        return b"".join((self._start, str(index).encode(), b",", body, tail, ended, self._end))
+
+    def _spelled(self, number: int) -> tuple[str, list[int]]:
+        raw = self._tokenizer.token_bytes(number) if self._tokenizer else b""
+        return raw.decode("utf-8", "replace") or (f"token_id:{number}" if self._tokenizer is None else ""), list(raw)
+
+
+class ChatForm(Base):
+    prefix = "chatcmpl"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self._told(tokens), "finish_reason": reason}
+
+    def opening(self, index: int) -> bytes:
+        return self._chunk(index, b'"delta":{"role":"assistant","content":""}', None, None)
+
+    def chunk(self, index: int, delta: str, tokens: Sequence[Token], reason: str | None) -> bytes:
+        told = self._told(tokens)
+        body = b'"delta":{"content":' + dumps(delta) + b"}" if delta or told else b'"delta":{}'
+        return self._chunk(index, body, told, reason)
+
+    def _told(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        content = [
+            {**self._entry(t.id, t.logprob or 0.0), "top_logprobs": [self._entry(i, value) for i, value in t.top]}
+            for t in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, number: int, logprob: float) -> dict[str, Any]:
+        text, raw = self._spelled(number)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
+
+
+class CompletionForm(Base):
+    prefix = "cmpl"
+    object = chunk_object = "text_completion"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prefixes: dict[int, str] = {}  # choice -> prompt that `echo` puts before it
+        self._offsets: dict[int, int] = {}
+
+    def choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
+        return {
+            "index": index, "text": self.prefixes.get(index, "") + text,
+            "logprobs": self._told(index, tokens), "finish_reason": reason,
+        }  # fmt: skip
+
+    def opening(self, index: int) -> bytes:
+        text = self.prefixes.get(index)
+        return self._chunk(index, b'"text":' + dumps(text), None, None) if text else b""
+
+    def chunk(self, index: int, delta: str, tokens: Sequence[Token], reason: str | None) -> bytes:
+        return self._chunk(index, b'"text":' + dumps(delta), self._told(index, tokens), reason)
+
+    def _told(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        offset = self._offsets.get(index, 0)
+        names, offsets = [], []
+        for token in tokens:
+            names.append(self._spelled(token.id)[0])
+            offsets.append(offset)
+            offset += len(names[-1])
+        self._offsets[index] = offset
+        return {
+            "tokens": names,
+            "token_logprobs": [max(t.logprob or 0.0, -9999.0) for t in tokens],
+            "top_logprobs": [{self._spelled(i)[0]: max(v, -9999.0) for i, v in t.top} for t in tokens],
+            "text_offset": offsets,
+        }

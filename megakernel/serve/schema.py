@@ -1,0 +1,224 @@
+"""What each endpoint takes, as pydantic models: the OpenAPI description is made of them.
+
+A field that is not here is refused by name: one that OpenAI or vLLM know (UNSUPPORTED) with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megakernel.tasks.record import MAX_TOP
+
+UNSUPPORTED = {
+    "audio": "this server makes text only",
+    "function_call": "use tools and tool_choice",
+    "functions": "use tools and tool_choice",
+    "guided_choice": "use response_format",
+    "guided_grammar": "use response_format",
+    "guided_json": "use response_format",
+    "guided_regex": "use response_format",
+    "structured_outputs": "use response_format",
+    "chat_template": "the checkpoint's own template is used",
+    "documents": "put them into the messages",
+    "min_tokens": "not implemented",
+    "bad_words": "not implemented",
+    "allowed_token_ids": "not implemented",
+    "length_penalty": "there is no beam search",
+    "use_beam_search": "there is no beam search",
+    "prediction": "not implemented",
+    "priority": "requests start in the order in which they came",
+    "prompt_logprobs": "only logits of generated tokens leave the kernel",
+    "prompt_embeds": "only text and token ids are taken",
+    "reasoning_effort": "use chat_template_kwargs",
+    "suffix": "not implemented",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "verbosity": "not implemented",
+    "web_search_options": "this server searches nothing",
+}
+IGNORED = "Accepted and not used: it changes no token."
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+Text = Annotated[str, Field(max_length=1 << 24)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class Body(BaseModel):
+    """Types are exact (no "1" for 1), unknown fields are refused, null means the default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Function(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: Text = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Text
+
+
+class ToolCall(Body):
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """`content` may be left out of an assistant's message that has tool calls."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: Text | None = None
+    refusal: Text | None = None
+
+    @model_validator(mode="after")
+    def has_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content: expected a text or text parts")
+        return self
+
+
+class NamedSchema(Body):
+    name: Annotated[str, Field(max_length=256)] = ""
+    description: Text = ""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool = False
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class Sampled(Body):
+    """What both kinds of completion share."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Probability | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
+    include_stop_str_in_output: Literal[False] = False
+    ignore_eos: bool = False
+    skip_special_tokens: Literal[True] = True
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    response_format: ResponseFormat | None = None
+    user: Annotated[str, Field(max_length=4096, description=IGNORED)] | None = None
+
+    @model_validator(mode="after")
+    def options_only_when_streaming(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: expected only with stream true")
+        return self
+
+
+class ChatRequest(Sampled):
+    """/v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=65536)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    modalities: list[Literal["text"]] | None = None
+    metadata: Annotated[dict[str, Any], Field(description=IGNORED)] | None = None
+    store: Annotated[bool, Field(description=IGNORED)] | None = None
+    service_tier: Annotated[str, Field(max_length=64, description=IGNORED)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=4096, description=IGNORED)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=4096, description=IGNORED)] | None = None
+
+    @model_validator(mode="after")
+    def top_only_with_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: expected only with logprobs true")
+        return self
+
+
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(Sampled):
+    """/v1/completions."""
+
+    prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def possible(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of: expected the same as n; choices are not ranked here")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("logprobs: not supported with echo; only logits of generated tokens leave the kernel")
+        return self
+
+
+class TokenizeRequest(Body):
+    """/tokenize: a prompt, or messages by the chat template."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=65536)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: expected either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """/detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 22)]
+
+
+REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
