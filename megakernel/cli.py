@@ -22,6 +22,7 @@ from megakernel.origin import open_origin
 from megakernel.output import Output
 from megakernel.sampling import SamplingParams
 from megakernel.scheduler.simulate import Simulation, simulate
+from megakernel.serve import server_modules
 from megakernel.settings import read_settings
 from megakernel.show import Stages, emit, errors, reported, size, table
 from megakernel.tasks.record import MAX_ROWS
@@ -278,6 +279,62 @@ def bench(
     for row in rows:
         if row.note:
             errors.print(f"{row.program}: {row.note}", markup=False)
+
+
+@app.command()
+@reported
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on; default: only this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name that requests use; may be given again. Default: the checkpoint's.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Key that requests must have; MEGAKERNEL_API_KEY is not seen by `ps`.")
+    ] = None,
+    device: DeviceName = "cpu",
+    dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = None,
+    max_slots: Annotated[int, typer.Option("--max-slots", "--max-num-seqs", help="Sequences at once.")] = 16,
+    max_context: Annotated[
+        int | None, typer.Option("--max-context", "--max-model-len", help="Tokens of prompt and output together.")
+    ] = None,
+    max_rows: Rows = MAX_ROWS,
+    kv_pages: Annotated[int | None, typer.Option(help="KV pages; default: every slot's full context.")] = None,
+    workers: Workers = None,
+    policy: Policy = "balanced",
+    seed: Annotated[int, typer.Option(help="Of a published shape's random weights.")] = 0,
+    steps_per_launch: Annotated[int | None, typer.Option(help="Most steps of one launch.")] = None,
+    max_queue: Annotated[int, typer.Option(help="Sequences that may wait; one more is refused with 429.")] = 256,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request.")] = 8 << 20,
+    request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds that requests may go on after SIGTERM.")] = 30.0,
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="Web page that may call, besides pages of this machine; * is all.")
+    ] = None,
+    web: Annotated[bool, typer.Option("--web", help="Serve a chat page at /.")] = False,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log what users send.")] = False,
+) -> None:
+    """Serve a model with an OpenAI-compatible API."""
+    serving, options = server_modules()
+    settings = read_settings()
+    keys = (*(api_key or ()), *((settings.api_key,) if settings.api_key else ()))
+    chosen = options.ServeOptions(
+        host=host, port=port, model_names=tuple(served_model_name or ()), api_keys=keys, max_queue=max_queue,
+        max_body_bytes=max_body_bytes, request_timeout_s=request_timeout, drain_timeout_s=drain_timeout,
+        allowed_origins=tuple(allowed_origin or ()), web=web, log_requests=log_requests,
+    )  # fmt: skip
+
+    def open_model() -> LLM:
+        with Stages(False) as progress:
+            return LLM(
+                model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context,
+                max_rows=max_rows, workers=workers, policy=policy, seed=seed, kv_pages=kv_pages,
+                steps_per_launch=steps_per_launch, settings=settings, progress=progress,
+            )  # fmt: skip
+
+    serving.run(open_model, chosen, lambda text: errors.print(f"listening on {text}", highlight=False))
 
 
 @app.command("fetch-demo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megakernel.errors import SettingsError
@@ -25,6 +25,7 @@ class Settings:
     MEGAKERNEL_DEBUG: 0 to 4, each level adds to the one before.
     MEGAKERNEL_SPIN_MS: how long a worker waits for another before it reports a fault.
     MEGAKERNEL_STEPS: most steps of one launch.
+    MEGAKERNEL_API_KEY: key that the server's clients must have.
     """
 
     cache: Path
@@ -36,6 +37,7 @@ class Settings:
     debug: int = 0
     spin_ms: int = 10_000
     steps_per_launch: int = 256
+    api_key: str | None = field(default=None, repr=False)
 
     @property
     def spin_budget_ns(self) -> int:
@@ -61,6 +63,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         debug=_integer(env, "MEGAKERNEL_DEBUG", 0, 0, 4, DEBUG_LEVELS),
         spin_ms=_integer(env, "MEGAKERNEL_SPIN_MS", 10_000, 1, 3_600_000),
         steps_per_launch=_integer(env, "MEGAKERNEL_STEPS", 256, 1, 1_000_000),
+        api_key=_text(env, "MEGAKERNEL_API_KEY"),
     )
 
 

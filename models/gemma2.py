@@ -21,7 +21,8 @@ def build(config: Mapping[str, Any]) -> Graph:
     kinds = layer_kinds(fields, ["full_attention" if i % 2 else "sliding_attention" for i in range(model.layers)])
     sliding = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     fields.only("hidden_act", fields.raw("hidden_activation") or "gelu_pytorch_tanh", "gelu", "gelu_pytorch_tanh")
-    fields.only("use_bidirectional_attention", False)
+    for name in ("use_bidirectional_attention", "mlp_bias"):
+        fields.only(name, False)
     bias = fields.flag("attention_bias", False)
     decoder = Decoder(
         config=model,

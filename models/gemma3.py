@@ -29,7 +29,8 @@ def build(config: Mapping[str, Any]) -> Graph:
     kinds = layer_kinds(fields, default)
     window = fields.integer("sliding_window", 4096)
     fields.only("hidden_act", fields.raw("hidden_activation") or "gelu_pytorch_tanh", "gelu", "gelu_pytorch_tanh")
-    fields.only("use_bidirectional_attention", False)
+    for name in ("use_bidirectional_attention", "mlp_bias"):
+        fields.only(name, False)
     bias = fields.flag("attention_bias", False)
     caps = {name: fields.raw(f"{name}_logit_softcapping") for name in ("attn", "final")}
     decoder = Decoder(

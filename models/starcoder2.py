@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megakernel.graph import Graph, GraphBuilder
-from megakernel.models.blocks import layer_norm, plain_mlp, project, read_model, rotate_and_attend, shown_window
 from megakernel.models.blocks import head as output_head
+from megakernel.models.blocks import layer_norm, plain_mlp, project, read_model, rotate_and_attend, shown_window
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("Starcoder2ForCausalLM",)

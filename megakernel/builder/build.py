@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,13 @@ def build_graph(config: Mapping[str, Any]) -> Graph:
     return graph
 
 
-def make_plan(
-    config: Mapping[str, Any],
+def make_plan(config: Mapping[str, Any], target: Target, **options: Any) -> Plan:
+    """`plan_graph` of a configuration's graph, with the same options."""
+    return plan_graph(build_graph(config), target, **options)
+
+
+def plan_graph(
+    graph: Graph,
     target: Target,
     *,
     dtype: str = "bf16",
@@ -62,8 +67,7 @@ def make_plan(
     max_rows: int = MAX_ROWS,
     policy: str = "balanced",
 ) -> Plan:
-    """Graph, tasks, memory and a verified schedule; needs no compiler and no device."""
-    graph = build_graph(config)
+    """Tasks, memory and a verified schedule of a graph; needs no compiler and no device."""
     limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, max_rows)
     lowered = lower(graph, target, limits)
     policies = find_policies()
@@ -119,17 +123,24 @@ def build_program(
     made = make_plan(config, target, **options)
     source = plan_source(made, **flavour)
     say("compile")
-    binary = compiled(source, device, cache)
-    opcodes = {text: i for i, text in enumerate(variants_of(made.lowered.nodes))}
-    weights = {w.name: w.offset for w in made.lowered.weights}
-    at = Addresses(weights.__getitem__, lambda t: made.memory.at[t][0])
-    records = encode(made.schedule, lambda n: opcodes[variant_text(n)], at)
-    manifest = _manifest(made, source, name or made.graph.config.architecture, records.shape[1], policy)
-    program = Program(manifest, records, binary, source.text)
+    program = assemble(made, source, compiled(source, device, cache), name=name)
     with contextlib.suppress(ProgramError):  # another process was first with the same program
         with writable(entry.parent):
             program.save(entry)
     return program
+
+
+def assemble(
+    made: Plan, source: KernelSource, binary: Path, *, name: str = "", variants: Sequence[str] | None = None
+) -> Program:
+    """The program of a plan and a compiled kernel. variants: those of the kernel when it has more than the plan's."""
+    known = tuple(variants or variants_of(made.lowered.nodes))
+    opcodes = {text: i for i, text in enumerate(known)}
+    weights = {w.name: w.offset for w in made.lowered.weights}
+    at = Addresses(weights.__getitem__, lambda t: made.memory.at[t][0])
+    records = encode(made.schedule, lambda n: opcodes[variant_text(n)], at)
+    title = name or made.graph.config.architecture
+    return Program(_manifest(made, source, title, records.shape[1], known), records, binary, source.text)
 
 
 def _try_load(entry: Path) -> Program | None:
@@ -161,7 +172,9 @@ def _limits(
     return Limits(DType(dtype), DType(kv_dtype or dtype), slots, wanted, rows)
 
 
-def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, policy: str) -> Manifest:
+def _manifest(
+    made: Plan, source: KernelSource, name: str, queue_length: int, variants: tuple[str, ...]
+) -> Manifest:
     low, limits, target = made.lowered, made.limits, made.target
     tensors = tuple(
         WorkspaceTensor(t, made.memory.at[t][0], made.memory.at[t][1], size.rows, size.cols, size.dtype)
@@ -179,7 +192,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, po
         workers=target.workers,
         dtype=limits.dtype.value,
         kv_dtype=limits.kv_dtype.value,
-        policy=policy,
+        policy=made.schedule.policy,
         max_slots=limits.max_slots,
         max_context=limits.max_context,
         max_rows=limits.max_rows,
@@ -198,7 +211,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, po
         workspace_copies=2 if target.value_edges else 1,
         counter_count=made.schedule.counters,
         queue_length=queue_length,
-        variants=variants_of(low.nodes),
+        variants=variants,
         nodes=nodes,
         weights=low.weights,
         tensors=tensors,

@@ -205,12 +205,14 @@ class _Lowering:
         self.tensors["sample.scaled"] = TensorSize(rows, vocab, "f32")
         self.tensors["sample.result"] = TensorSize(rows, SAMPLE_RESULT.size, "u8")
         logits = self.tensors[self.graph.output]
-        self.tensors[self.graph.output] = TensorSize(logits.rows, logits.cols, logits.dtype, keep=True)
+        # Behind the logits: of each sampled row and worker its largest one, 16 bytes.
+        best = -(-rows * self.target.workers * 16 // (4 * vocab)) if self.target.value_edges else 0
+        self.tensors[self.graph.output] = TensorSize(logits.rows + best, logits.cols, logits.dtype, keep=True)
         self.nodes.append(
             sample.node("sample", vocab=vocab, logits=self.graph.output, scaled="sample.scaled", result="sample.result",
                         max_rows=rows)
         )  # fmt: skip
-        self.nodes.append(advance.node("advance", result="sample.result"))
+        self.nodes.append(advance.node("advance", result="sample.result", logits=self.graph.output))
 
     # ------------------------------------------------------------------------------------------ parts
     def _tensor(self, name: str, cols: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from megakernel.checkpoint.generation import GenerationDefaults
 from megakernel.checkpoint.mapped import MappedFile
 from megakernel.checkpoint.message import problem
-from megakernel.checkpoint.stored import NUMPY_DTYPES, Array, StoredTensor
+from megakernel.checkpoint.stored import NUMPY_DTYPES, Array, StoredTensor, interleaved_rows
 from megakernel.checkpoint.tokenizer import Tokenizer
 
 BENIGN_SUFFIXES = (
@@ -113,6 +113,8 @@ class Checkpoint:
         if len(tensor.shape) <= 1:
             whole = np.empty((1, tensor.cols), NUMPY_DTYPES[dtype])
             tensor.read_flat(0, 1, whole)
+            if tensor.head_rows:  # a bias: its elements are what rows are elsewhere
+                whole = whole[:, interleaved_rows(np.arange(tensor.cols), tensor.head_rows)]
             return whole.reshape(tensor.shape) if not tensor.shape else whole[0, first:last]
         out = np.empty((last - first, *tensor.shape[1:]), NUMPY_DTYPES[dtype])
         inner = tensor.flat_rows // tensor.shape[0] if tensor.shape[0] else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm
 _LLAMA = {**_NORM, **_ATTENTION, **_MLP}
 _GEMMA = {**_LLAMA, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_STARCODER2 = {**_NORM, **_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 SPLIT_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
@@ -39,7 +40,7 @@ class Family:
     """A GGUF architecture: its Hugging Face names, and how its converter changed the weights.
 
     interleaved: q and k rows are stored for interleaved rotary embedding. norm_offset: what the converter added to
-    norm weights.
+    norm weights. keys: config.json's names of metadata that no other family has. without: keys that its config has not.
     """
 
     architecture: str
@@ -48,7 +49,15 @@ class Family:
     activation: str = "silu"
     interleaved: bool = False
     norm_offset: float = 0.0
+    keys: Mapping[str, str] = field(default_factory=dict)
+    without: frozenset[str] = frozenset()
 
+
+_GRANITE_KEYS = {
+    "embedding_multiplier": "embedding_scale", "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+}  # fmt: skip
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", "llama", _LLAMA, interleaved=True),
@@ -57,6 +66,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", _LLAMA),
     "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", {**_LLAMA, **_EXPERTS}),
     "phi3": Family("Phi3ForCausalLM", "phi3", _PHI3),
+    "granite": Family("GraniteForCausalLM", "granite", _LLAMA, interleaved=True, keys=_GRANITE_KEYS),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM", "starcoder2", _STARCODER2, "gelu_pytorch_tanh",
+        keys={"norm_epsilon": "attention.layer_norm_epsilon"}, without=_BIASES | {"layer_norm_eps"},
+    ),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", {**_LLAMA, **_POST_NORMS}),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", _GEMMA, "gelu_pytorch_tanh", norm_offset=1.0),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", _GEMMA, "gelu_pytorch_tanh", norm_offset=1.0),
@@ -146,7 +160,18 @@ def translate_config(
     }
     if arch == "qwen3moe":
         config["norm_topk_prob"] = True
-    return {key: value for key, value in config.items() if value is not None}
+    if arch == "starcoder2":
+        config["use_bias"] = "model.layers.0.self_attn.q_proj.bias" in names
+    if arch in ("gemma2", "gemma3"):
+        config["query_pre_attn_scalar"] = _score_divisor(arch, config)
+    config.update({ours: get(theirs) for ours, theirs in family.keys.items()})
+    return {key: value for key, value in config.items() if value is not None and key not in family.without}
+
+
+def _score_divisor(arch: str, config: Mapping[str, Any]) -> Any:
+    """query_pre_attn_scalar of Gemma, which GGUF does not hold: head_dim, or hidden / heads in the 27B models."""
+    large = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
+    return config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,12 @@
 // The CPU device: a worker is one thread that plays all roles in turn, so a group has one lane and stages are the
 // sources themselves.
 #pragma once
+#include <linux/futex.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "megakernel/device/cpu_dot.h"
 
@@ -17,7 +20,7 @@ constexpr bool kChaos = false;
 
 // Which write orders before which read: a worker's stores to the workspace and to pages come before its add_release on
 // a counter; a worker that has seen the counter's value by load_acquire reads them. Headers and slots come before
-// store_release of LaunchState.published in the same way. The order does not change with the host: threads share memory.
+// store_release of LaunchState.published in the same way. With the host it is the same: threads share memory.
 MK_INLINE uint64_t load_acquire(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 MK_INLINE uint64_t load_acquire_system(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 MK_INLINE void store_release(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
@@ -30,7 +33,7 @@ MK_INLINE void add_release(uint64_t* p, uint64_t v) {
 #ifdef MEGAKERNEL_WEAK_RELEASE  // a deliberate error for a test of the race detector
   __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 #else
-  __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+  __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);  // more than release: comes before the look for sleepers in wake()
 #endif
 }
 MK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
@@ -49,11 +52,47 @@ MK_INLINE void pause() {
 #endif
 }
 
+inline void futex_wait(const uint32_t* word, uint32_t value, const timespec* timeout) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, timeout, nullptr, 0);
+}
+inline void futex_wake(const uint32_t* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr, nullptr, 0);
+}
+
+// Where workers sleep that have waited long for a word of memory. A sleeper counts itself and then looks at the word; who
+// changes the word then looks for sleepers. So one sees the other; should a change be made without a look, a sleeper
+// wakes by itself soon.
+struct alignas(64) Bed {
+  uint32_t sleepers = 0;
+  uint32_t wakes = 0;
+};
+
 // What a worker thread shares with the host thread that launches it.
 struct HostLink {
+  static constexpr uint32_t kBeds = 64;
   void (*notify)(HostLink*) = nullptr;
-  uint32_t spins = 4096;  // pauses before a wait gives its core away
+  uint32_t spins = 4096;  // pauses before a waiter sleeps
   uint32_t dropped = 0;   // the signal that a test wants lost has been lost
+  Bed beds[kBeds];
+
+  MK_INLINE Bed& bed(const void* word) { return beds[(reinterpret_cast<uint64_t>(word) >> 7) % kBeds]; }
+
+  MK_INLINE void wake(const void* word) {
+    Bed& b = bed(word);
+    if (__atomic_load_n(&b.sleepers, __ATOMIC_SEQ_CST) == 0) return;
+    __atomic_add_fetch(&b.wakes, 1u, __ATOMIC_SEQ_CST);
+    futex_wake(&b.wakes);
+  }
+
+  template <class Word>
+  void sleep(const Word* word, uint64_t target) {
+    const timespec limit{0, 1000000};
+    Bed& b = bed(word);
+    const uint32_t wakes = __atomic_load_n(&b.wakes, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&b.sleepers, 1u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(word, __ATOMIC_SEQ_CST) < target) futex_wait(&b.wakes, wakes, &limit);
+    __atomic_sub_fetch(&b.sleepers, 1u, __ATOMIC_SEQ_CST);
+  }
 };
 
 struct Worker {
@@ -70,7 +109,7 @@ struct Worker {
     random_ = (uint64_t(a.chaos_seed) << 32 | (index + 1)) * 0x9E3779B97F4A7C15u;
   }
   Worker(const Worker&) = delete;
-  ~Worker() { free(memory_); }
+  ~Worker() { ::free(memory_); }
 
   MK_INLINE uint32_t lane() const { return 0; }
   static constexpr uint32_t lanes() { return 1; }
@@ -139,6 +178,13 @@ struct Worker {
       if (counter == args.drop_signal && __atomic_exchange_n(&host.dropped, 1u, __ATOMIC_RELAXED) == 0) return;
     }
     add_release(p, 1);
+    host.wake(p);
+  }
+
+  // After a step: its end, and the next header, which one worker published before.
+  MK_INLINE void wake_step() {
+    host.wake(&launch()->published);
+    host.wake(&launch()->finished);
   }
 
   // The first fault of a launch is recorded; every worker leaves.
@@ -167,6 +213,7 @@ struct Worker {
   void* memory_ = nullptr;
   uint64_t memory_bytes_ = 0;
   uint64_t random_ = 0;
+  uint32_t spins_ = host.spins;  // pauses before it sleeps, by what the last waits were like
 
   __attribute__((noinline)) void grow(uint64_t bytes) {
     free(memory_);
@@ -177,25 +224,26 @@ struct Worker {
   template <class Word, class Idle>
   __attribute__((noinline)) bool wait_slow(const Word* p, uint64_t target, abi::FaultKind kind, uint32_t counter,
                                            Idle idle) {
-    uint64_t began = 0;
-    for (uint32_t spin = 0;; ++spin) {
+    // Who waits for a header waits for workers that wait for counters: they must be the first to report.
+    const uint64_t budget = args.spin_budget_ns * (kind == abi::FaultKind::kHeaderBudget ? 2 : 1);
+    for (uint32_t spin = 0; spin < spins_; ++spin) {
+      idle();
+      pause();
+      if (load_acquire(p) < target) continue;
+      spins_ = spins_ + spins_ / 4 < host.spins ? spins_ + spins_ / 4 : host.spins;
+      return true;
+    }
+    // Perhaps who should signal has no core because this worker spins on it: next time it sleeps sooner.
+    spins_ = spins_ / 2 > host.spins / 8 ? spins_ / 2 : host.spins / 8;
+    for (const uint64_t began = clock_ns();;) {
+      host.sleep(p, target);
       const uint64_t value = load_acquire(p);
       if (value >= target) return true;
-      idle();
-      if (spin < host.spins) {
-        pause();
-      } else {
-        sched_yield();
-      }
-      if ((spin & 63) != 63) continue;
       if (aborted()) {
         failed = true;
         return false;
       }
-      if ((spin & 1023) != 1023) continue;
-      const uint64_t now = clock_ns();
-      if (began == 0) began = now;
-      if (now - began < args.spin_budget_ns) continue;
+      if (clock_ns() - began < budget) continue;
       fault(kind, record ? record->tile_begin : abi::kNone, counter, value, target);
       return false;
     }

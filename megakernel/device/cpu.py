@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import mmap
@@ -28,7 +29,7 @@ from megakernel.target import TARGETS, Target, find_target
 
 BASE_FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno",
-    "-fno-trapping-math", "-fno-strict-aliasing", "-Wall", "-Wextra",
+    "-fno-trapping-math", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra",
 )  # fmt: skip
 ISA_FLAGS = {
     "cpu-avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
@@ -60,7 +61,6 @@ def best_target(flags: frozenset[str]) -> str:
     return next(name for name, need in ISA_NEEDS.items() if need <= flags)
 
 
-@lru_cache(maxsize=8)
 def find_compiler(wanted: str | None = None) -> tuple[str, ...]:
     """Command of a C++20 compiler. `wanted` (or MEGAKERNEL_CXX) names one; else g++, clang++, the ziglang wheel.
 
@@ -69,7 +69,7 @@ def find_compiler(wanted: str | None = None) -> tuple[str, ...]:
     if wanted:
         command = tuple(shlex.split(wanted))
         if shutil.which(command[0]) is None:
-            raise NoCompiler(f"MEGAKERNEL_CXX is {wanted!r} and {command[0]} is not an executable; set it to a C++ compiler")
+            raise NoCompiler(f"MEGAKERNEL_CXX is {wanted!r}: {command[0]} is not an executable; name a C++ compiler")
         return command
     names = ("g++", "clang++", *(f"clang++-{v}" for v in range(24, 13, -1)), *(f"g++-{v}" for v in range(16, 11, -1)))
     for name in names:
@@ -78,8 +78,8 @@ def find_compiler(wanted: str | None = None) -> tuple[str, ...]:
     if importlib.util.find_spec("ziglang"):
         return (sys.executable, "-m", "ziglang", "c++")
     raise NoCompiler(
-        "no C++ compiler: looked for MEGAKERNEL_CXX, g++, clang++ and their numbered names in PATH, and for the ziglang "
-        "package; install one, or `pip install ziglang`"
+        "no C++ compiler: looked for MEGAKERNEL_CXX, g++, clang++ and their numbered names in PATH, and for the "
+        "ziglang package; install one, or `pip install ziglang`"
     )
 
 
@@ -96,24 +96,31 @@ def compiler_version(command: tuple[str, ...]) -> str:
 def flags_for(target: Target, command: Sequence[str], chaos: bool, trace: bool) -> tuple[str, ...]:
     """All flags of one compilation."""
     isa = ISA_FLAGS[target.name] if platform.machine() in ("x86_64", "AMD64") else ()
-    if "ziglang" in command and isa:  # its -mcpu takes names, not -m flags alone
-        level = "x86_64_v4" if target.name == "cpu-avx512" else "x86_64_v3"
-        isa = (f"-mcpu={level}", "-fno-sanitize=undefined")
+    if "ziglang" in command:  # -mcpu instead of -m flags, this machine's own by default; no C++ library to build first
+        levels = {"cpu-avx512": "x86_64_v4", "cpu-avx2": "x86_64_v3", "cpu-generic": "x86_64"}
+        level = levels[target.name] if platform.machine() in ("x86_64", "AMD64") else "baseline"
+        isa = (f"-mcpu={level}", "-nostdlib++", "-fno-sanitize=undefined")
     extra = (*(("-DMEGAKERNEL_CHAOS=1",) if chaos else ()), *(("-DMEGAKERNEL_TRACE=1",) if trace else ()))
     return (*BASE_FLAGS, *isa, *extra)
 
 
 def compile_source(
-    source: KernelSource, include: Path, output: Path, command: tuple[str, ...], extra: Sequence[str] = ()
-) -> None:
-    """Compile `source` to `output`; `include` is the folder that holds the package. Raises BuildError with the log."""
+    source: KernelSource, include: Path, output: Path, command: tuple[str, ...], extra: Sequence[str] = (),
+    standalone: bool = False,
+) -> None:  # fmt: skip
+    """Compile `source` to `output`; `include` is the folder that holds the package. Raises BuildError with the log.
+
+    standalone: a program that runs dumped launches (see cpu_main.h) instead of a shared object."""
     with tempfile.TemporaryDirectory(prefix="megakernel-") as folder:
         work = Path(folder)
         (work / "kernel.cpp").write_text(source.text)
         for name, text in source.headers.items():
             (work / name).write_text(text)
         flags = flags_for(source.target, command, source.chaos, source.trace)
-        line = [*command, *flags, *extra, f"-I{work}", f"-I{include}", str(work / "kernel.cpp"), "-o", str(work / "out")]
+        if standalone:
+            flags = (*(f for f in flags if f != "-shared"), "-DMEGAKERNEL_STANDALONE=1")
+        paths = [f"-I{work}", f"-I{include}", str(work / "kernel.cpp"), "-o", str(work / "out")]
+        line = [*command, *flags, *extra, *paths]
         try:
             done = subprocess.run(line, capture_output=True, text=True, timeout=600)
         except (OSError, subprocess.SubprocessError) as e:
@@ -182,7 +189,8 @@ class CpuDevice(Device):
     def availability(self) -> Availability:
         missing = ISA_NEEDS[self._target.name] - cpu_flags()
         if missing:
-            return Availability(False, f"this processor lacks {', '.join(sorted(missing))} that {self._target.name} needs")
+            lacks = ", ".join(sorted(missing))
+            return Availability(False, f"{self._target.name} needs {lacks}, this processor lacks it")
         try:
             command = find_compiler(self._compiler)
             text = f"{self._target.name}, {self._workers} workers, {compiler_version(command)}"
@@ -207,7 +215,8 @@ class CpuDevice(Device):
             raise ProgramError(f"{binary} was built for {target.name}; the CPU device runs {names}")
         missing = ISA_NEEDS[target.name] - cpu_flags()
         if missing:
-            raise ProgramError(f"{binary} was built for {target.name}; this processor lacks {', '.join(sorted(missing))}")
+            lacks = ", ".join(sorted(missing))
+            raise ProgramError(f"{binary} was built for {target.name}; this processor lacks {lacks}")
         try:
             library = ctypes.CDLL(str(binary), mode=os.RTLD_LOCAL | os.RTLD_NOW)
             library.mk_abi_hash.restype = ctypes.c_uint64
@@ -215,7 +224,8 @@ class CpuDevice(Device):
             raise ProgramError(f"{binary} is not a kernel for this machine ({e}); build the program again") from e
         got = library.mk_abi_hash()
         if got != abi_hash:
-            raise ProgramError(f"{binary} has record layout {got:016x}, expected {abi_hash:016x}; build the program again")
+            layouts = f"record layout {got:016x}, expected {abi_hash:016x}"
+            raise ProgramError(f"{binary} has {layouts}; build the program again")
         _declare(library)
         return CpuExecutable(library, target.workers)
 
@@ -223,10 +233,7 @@ class CpuDevice(Device):
         """Zeroed pages, huge ones where the system gives them. Every buffer is host-visible here."""
         size = max(1, nbytes)
         try:
-            if size < HUGE_PAGE:
-                memory = _small(size)
-            else:
-                memory = _large(size)
+            memory = _small(size) if size < HUGE_PAGE else _large(size)
         except (OSError, MemoryError, ValueError) as e:
             raise CapacityError(f"cannot allocate {nbytes:,} bytes of host memory: {e}") from e
         return Buffer(memory.array.ctypes.data, nbytes, memory.array[:nbytes], memory, zeroed=True)
@@ -241,7 +248,8 @@ class CpuDevice(Device):
 
     def download(self, buffer: Buffer, offset: int, nbytes: int) -> Bytes:
         _range(buffer, offset, nbytes)
-        return _host(buffer)[offset : offset + nbytes].copy()
+        out: Bytes = _host(buffer)[offset : offset + nbytes].copy()
+        return out
 
     def free(self, buffer: Buffer) -> None:
         """The memory goes when the last view of it goes."""
@@ -264,10 +272,8 @@ def _large(size: int) -> _Memory:
     """Anonymous pages aligned to a huge page."""
     pages = mmap.mmap(-1, size + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a system may have none: small pages are slower, not wrong
             pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # the system has none; small pages are slower, not wrong
     raw = np.frombuffer(pages, np.uint8)
     start = -raw.ctypes.data % HUGE_PAGE
     return _Memory(pages, raw[start : start + size])

@@ -1,7 +1,7 @@
 // dot_tile on a CPU: columns of the tile are vector elements, so no sum ever crosses elements.
 //
-// A tile of k x n: float32 [k][n]; 16-bit types [k / 2][n][2], pairs of c side by side, k even. Each output is one chain
-// of multiply-adds with c ascending. How many rows and columns share a pass changes speed only.
+// A tile of k x n: float32 [k][n]; 16-bit types [k / 2][n][2], pairs of c side by side, k even. Each output is one
+// chain of multiply-adds with c ascending. How many rows and columns share a pass changes speed only.
 #pragma once
 #include "megakernel/device/cpu_vector.h"
 
@@ -34,7 +34,8 @@ MK_INLINE void dot_block(float* out, uint32_t ld_out, const float* x, uint32_t l
   constexpr uint32_t kStep = kType == DType::kF32 ? 1 : 2;
   for (uint32_t c = 0; c < k; c += kStep, tile += kN * 4) {
     if constexpr (kFirst && kPrefetchBytes<kType> > 0) {
-      for (int line = 0; line < kColumns * kLanes * 4; line += 64) __builtin_prefetch(tile + kPrefetchBytes<kType> + line);
+      const char* ahead = tile + kPrefetchBytes<kType>;
+      for (int line = 0; line < kColumns * kLanes * 4; line += 64) __builtin_prefetch(ahead + line);
     }
     for (int j = 0; j < kColumns; ++j) {
       if constexpr (kType == DType::kF32) {
@@ -59,12 +60,13 @@ MK_INLINE void dot_rows(float* out, uint32_t ld_out, const float* x, uint32_t ld
                         uint32_t k, bool accumulate) {
   if (rows == 1) return dot_block<kType, kN, kLanes, 1, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
   if (rows == 2) return dot_block<kType, kN, kLanes, 2, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
+  uint32_t r = rows == 4 ? 2 : 3;
   if (rows == 4) {
     dot_block<kType, kN, kLanes, 2, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
-    return dot_block<kType, kN, kLanes, 2, kColumns, false>(out + 2 * ld_out, ld_out, x + 2 * ld_x, ld_x, tile, k, accumulate);
+  } else {
+    dot_block<kType, kN, kLanes, 3, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
   }
-  dot_block<kType, kN, kLanes, 3, kColumns, true>(out, ld_out, x, ld_x, tile, k, accumulate);
-  for (uint32_t r = 3; r < rows;) {
+  while (r < rows) {
     const uint32_t left = rows - r;
     float* to = out + r * ld_out;
     const float* from = x + r * ld_x;
@@ -79,8 +81,8 @@ MK_INLINE void dot_rows(float* out, uint32_t ld_out, const float* x, uint32_t ld
 }
 
 template <DType kType, int kN, class W>
-__attribute__((noinline)) void dot_tile(W&, float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const void* stage,
-                                        uint32_t rows, uint32_t k, bool accumulate) {
+__attribute__((noinline)) void dot_tile(W&, float* out, uint32_t ld_out, const float* x, uint32_t ld_x,
+                                        const void* stage, uint32_t rows, uint32_t k, bool accumulate) {
   static_assert(kN % kWidth == 0, "a tile has whole vectors of columns");
   constexpr int kLanes = kN % kWide == 0 ? kWide : kWidth;
   constexpr int kVectors = kN / kLanes;

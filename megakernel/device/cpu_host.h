@@ -3,10 +3,16 @@
 // Between launches the threads sleep on `begun_`; a host thread that waits for tokens sleeps on `events_`.
 #pragma once
 #include <errno.h>
-#include <linux/futex.h>
 #include <pthread.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+
+namespace megakernel::dev {
+
+struct InPlace {};
+
+}  // namespace megakernel::dev
+
+// Objects are made in memory of malloc: the kernel needs no C++ runtime library.
+inline void* operator new(size_t, megakernel::dev::InPlace, void* memory) noexcept { return memory; }
 
 namespace megakernel::dev {
 
@@ -14,25 +20,19 @@ class Host : public HostLink {
  public:
   using Run = void (*)(Worker&);
 
-  Host(Run run, uint32_t workers) : run_(run), workers_(workers) {
-    notify = [](HostLink* self) { static_cast<Host*>(self)->event(); };
-    if (const long cores = sysconf(_SC_NPROCESSORS_ONLN); cores > 0 && workers > uint32_t(cores)) spins = 32;
-    threads_ = new Thread[workers];
-    for (; started_ < workers; ++started_) {
-      threads_[started_].host = this;
-      threads_[started_].id = started_;
-      if (pthread_create(&threads_[started_].handle, nullptr, &Host::enter, &threads_[started_]) != 0) break;
-    }
+  // Null when the system does not start so many threads.
+  static Host* open(Run run, uint32_t workers) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, alignof(Host), sizeof(Host)) != 0) return nullptr;
+    Host* host = new (InPlace{}, memory) Host(run, workers);
+    if (host->start()) return host;
+    close(host);
+    return nullptr;
   }
 
-  bool complete() const { return started_ == workers_; }
-
-  ~Host() {
-    if (running()) __atomic_store_n(&reinterpret_cast<abi::LaunchState*>(args_.launch)->abort, 1u, __ATOMIC_RELEASE);
-    __atomic_store_n(&closing_, 1u, __ATOMIC_RELEASE);
-    begin();
-    for (uint32_t i = 0; i < started_; ++i) pthread_join(threads_[i].handle, nullptr);
-    delete[] threads_;
+  static void close(Host* host) {
+    host->stop();
+    free(host);
   }
 
   void launch(const abi::KernelArgs& args) {
@@ -62,6 +62,31 @@ class Host : public HostLink {
     pthread_t handle;
   };
 
+  Host(Run run, uint32_t workers) : run_(run), workers_(workers) {
+    notify = [](HostLink* self) { static_cast<Host*>(self)->event(); };
+    if (const long cores = sysconf(_SC_NPROCESSORS_ONLN); cores > 0 && workers > uint32_t(cores)) spins = 32;
+  }
+
+  bool start() {
+    threads_ = static_cast<Thread*>(calloc(workers_, sizeof(Thread)));
+    if (threads_ == nullptr) return false;
+    for (; started_ < workers_; ++started_) {
+      Thread& thread = threads_[started_];
+      thread.host = this;
+      thread.id = started_;
+      if (pthread_create(&thread.handle, nullptr, &Host::enter, &thread) != 0) return false;
+    }
+    return true;
+  }
+
+  void stop() {
+    if (running()) __atomic_store_n(&reinterpret_cast<abi::LaunchState*>(args_.launch)->abort, 1u, __ATOMIC_RELEASE);
+    __atomic_store_n(&closing_, 1u, __ATOMIC_RELEASE);
+    begin();
+    for (uint32_t i = 0; i < started_; ++i) pthread_join(threads_[i].handle, nullptr);
+    free(threads_);
+  }
+
   Run run_;
   uint32_t workers_;
   uint32_t started_ = 0;
@@ -72,11 +97,6 @@ class Host : public HostLink {
   alignas(64) uint32_t active_ = 0;
   alignas(64) uint32_t events_ = 0;
   uint32_t sleepers_ = 0;
-
-  static void futex_wait(const uint32_t* word, uint32_t value, const timespec* timeout) {
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, timeout, nullptr, 0);
-  }
-  static void futex_wake(const uint32_t* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, nullptr, nullptr, 0); }
 
   void begin() {
     __atomic_add_fetch(&begun_, 1u, __ATOMIC_RELEASE);
@@ -129,6 +149,14 @@ class Host : public HostLink {
 
 }  // namespace megakernel::dev
 
+#ifdef MEGAKERNEL_STANDALONE
+#include "megakernel/device/cpu_main.h"
+
+#define MEGAKERNEL_ENTRY(TASKS)                                                                                        \
+  int main(int count, char** values) {                                                                                 \
+    return megakernel::dev::run_dump(&megakernel::run_worker<TASKS>, count, values);                                   \
+  }
+#else
 #define MEGAKERNEL_EXPORT extern "C" __attribute__((visibility("default")))
 
 // The entry of a program: `TASKS` is its TaskList.
@@ -136,10 +164,7 @@ class Host : public HostLink {
   using MegakernelHost = megakernel::dev::Host;                                                                        \
   MEGAKERNEL_EXPORT uint64_t mk_abi_hash() { return megakernel::abi::kAbiHash; }                                       \
   MEGAKERNEL_EXPORT void* mk_open(uint32_t workers) {                                                                  \
-    auto* host = new MegakernelHost(&megakernel::run_worker<TASKS>, workers);                                          \
-    if (host->complete()) return host;                                                                                 \
-    delete host;                                                                                                       \
-    return nullptr;                                                                                                    \
+    return MegakernelHost::open(&megakernel::run_worker<TASKS>, workers);                                              \
   }                                                                                                                    \
   MEGAKERNEL_EXPORT void mk_launch(void* host, const megakernel::abi::KernelArgs* args) {                              \
     static_cast<MegakernelHost*>(host)->launch(*args);                                                                 \
@@ -151,4 +176,5 @@ class Host : public HostLink {
   MEGAKERNEL_EXPORT int mk_wait_event(void* host, uint64_t seen, int64_t timeout_ns) {                                 \
     return static_cast<MegakernelHost*>(host)->wait_event(seen, timeout_ns);                                           \
   }                                                                                                                    \
-  MEGAKERNEL_EXPORT void mk_close(void* host) { delete static_cast<MegakernelHost*>(host); }
+  MEGAKERNEL_EXPORT void mk_close(void* host) { MegakernelHost::close(static_cast<MegakernelHost*>(host)); }
+#endif

@@ -38,6 +38,8 @@ struct Place {
   uint32_t record_index;
 };
 
+constexpr uint32_t kTracePoints = 16, kTraceRecords = 256;  // u64 [workers][kTracePoints][kTraceRecords]
+
 struct alignas(128) Block {
   uint8_t ring[kStages][kStageBytes];
   alignas(16) uint8_t scratch[kScratchBytes];
@@ -47,7 +49,9 @@ struct alignas(128) Block {
   abi::KernelArgs args;      // `workspace` is the copy of the step at work
   uint64_t last_workspace;   // the copy of the step before
   uint64_t even_workspace;   // the copy of even steps
+  uint64_t posted;           // commands, as the mailbox said a moment ago
   uint64_t first_step;       // the launch began after this one
+  uint32_t barrier_patience; // in units of 2^20 ns, before a wait inside the block is in vain
   uint64_t full[kStages], empty[kStages];
   uint64_t record_full[kRecords], record_empty[kRecords];
   uint64_t header_full[2], step_done;
@@ -58,6 +62,7 @@ struct alignas(128) Block {
   uint64_t broadcast_word[2];
   Place place[kWarps];
   uint8_t copying[kStages];  // of each stage: 0 never filled, else 2 + parity of the phase that fills it
+  uint32_t failed;           // a task of this worker has reported a fault
   uint32_t dropped;          // the signal that a test wants lost has been lost
 };
 static_assert(sizeof(Block) <= MEGAKERNEL_SHARED_BYTES, "a block's shared memory");
@@ -81,6 +86,7 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
   }
   if (threadIdx.x == 0) {
     b.even_workspace = args.workspace;
+    b.barrier_patience = uint32_t(args.spin_budget_ns >> 20) + 1;
     for (uint32_t i = 0; i < kStages; ++i) {
       barrier_init(&b.full[i], kFullArrivals);
       barrier_init(&b.empty[i], kConsumers);
@@ -98,7 +104,8 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     barrier_init(&b.step_done, kConsumers + 2);  // consumers, producer, storer
     barrier_init(&b.group, kConsumers);
     barrier_init(&b.rolled, 1);
-    b.dropped = 0;
+    b.dropped = b.failed = 0;
+    b.posted = ~uint64_t(0);
   }
   fence_shared_for_copies();
   __syncthreads();
@@ -130,46 +137,41 @@ __device__ __noinline__ void report_fault(
 
 // Memory of a block must not go away while copies into it are on their way.
 MK_DEVICE void drain_copies() {
+#pragma unroll 1
   for (uint32_t s = 0; s < kStages; ++s) {
     const uint32_t state = block().copying[s];
     while (state != 0 && !barrier_try(shared_address(&block().full[s]), state & 1)) {}
   }
 }
 
-// Called now and then by who waits; returns when the wait began. Ends this thread when the launch is over, with a fault
-// when that is its own doing.
-__device__ __noinline__ uint64_t keep_waiting(
-    uint64_t began, abi::FaultKind kind, uint32_t counter, uint64_t value, uint64_t target) {
-  const uint64_t now = clock_ns();
-  if (began == 0) began = now;
-  bool over = load_word(&launch_state()->abort) != 0;
-  if (!over && now - began >= block().args.spin_budget_ns) {
+__device__ __noinline__ void report_vain_wait(abi::FaultKind kind, uint32_t counter, uint64_t value, uint64_t target) {
+  if (load_word(&launch_state()->abort) == 0) {
     const abi::Record* record = block().place[threadIdx.x / 32].record;
     report_fault(kind, record ? record->tile_begin : abi::kNone, counter, value, target);
-    over = true;
   }
-  if (over) {
-    if (threadIdx.x / 32 == kProducerWarp) drain_copies();
-    asm volatile("exit;");
-  }
-  return began;
+  if (threadIdx.x / 32 == kProducerWarp) drain_copies();
 }
 
-// The rest of a wait that did not succeed at once.
-__device__ __noinline__ void wait_phase(uint32_t barrier, uint32_t parity, abi::FaultKind kind) {
+// The end of a thread that waited in vain: with a fault when nobody else has reported one. The compiler sees that nothing
+// comes after, so that a wait costs what is around it no register.
+[[noreturn]] MK_DEVICE void give_up(abi::FaultKind kind, uint32_t counter, uint64_t value, uint64_t target) {
+  report_vain_wait(kind, counter, value, target);
+  asm volatile("exit;");
+  __builtin_unreachable();
+}
+
+// Counts the turns of a wait and looks at the clock and at the other workers now and then.
+struct Patience {
   uint64_t began = 0;
-  for (uint32_t turns = 1; !barrier_try(barrier, parity); ++turns) {
-    if (turns % 64 == 0) began = keep_waiting(began, kind, abi::kNone, 0, parity);
-  }
-}
+  uint32_t turns = 0;
 
-__device__ __noinline__ void wait_counter(const uint64_t* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
-  uint64_t began = 0, value = load_acquire(p);
-  for (uint32_t turns = 1; value < target; ++turns) {
-    if (turns % 64 == 0) began = keep_waiting(began, kind, counter, value, target);
-    value = load_acquire(p);
+  MK_DEVICE bool over() {
+    if (++turns % 64 != 0) return false;
+    const uint64_t now = clock_ns();
+    if (began == 0) began = now;
+    return now - began >= block().args.spin_budget_ns || load_word(&launch_state()->abort) != 0;
   }
-}
+};
 
 // A random delay: often none, rarely long. Returns the next state.
 __device__ __noinline__ uint32_t random_delay(uint32_t state) {
@@ -180,6 +182,13 @@ __device__ __noinline__ uint32_t random_delay(uint32_t state) {
 }
 
 // ------------------------------------------------------------------------------------------------ worker
+// What changes in a warp's view of its worker: goes in and out of functions by value.
+struct WorkerState {
+  uint64_t step;
+  const abi::Record* record;
+  uint32_t record_index, group_parity, turn, random;
+};
+
 // One warp's view of its worker; the 8 consumers together are the group of a simple task. Nothing takes its address, so
 // that everything in it is a register.
 struct Worker {
@@ -196,11 +205,20 @@ struct Worker {
     random = (args.chaos_seed + 1) * 0x9E3779B9u ^ (blockIdx.x * kWarps + threadIdx.x / 32 + 1) * 0x85EBCA6Bu;
   }
 
-  MK_DEVICE Worker(const Worker& o) : Worker() { *this = o; }
-  MK_DEVICE Worker& operator=(const Worker& o) {
-    step = o.step, header = o.header, last = o.last, record = o.record, record_index = o.record_index;
-    group_parity = o.group_parity, turn = o.turn, random = o.random;
-    return *this;
+  Worker(const Worker&) = delete;
+
+  MK_DEVICE WorkerState state() const { return {step, record, record_index, group_parity, turn, random}; }
+  MK_DEVICE void set(const WorkerState& s) {
+    begin_step(s.step);
+    record = s.record, record_index = s.record_index, group_parity = s.group_parity, turn = s.turn, random = s.random;
+  }
+
+  // The timeline: when this warp passed a point of its record, kept for the last step.
+  MK_DEVICE void trace(uint32_t point) const {
+#ifdef MEGAKERNEL_TRACE
+    if (args.trace == 0 || warp_lane() != 0 || record_index >= kTraceRecords) return;
+    reinterpret_cast<uint64_t*>(args.trace)[(uint64_t(id) * kTracePoints + point) * kTraceRecords + record_index] = clock_ns();
+#endif
   }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
@@ -265,6 +283,12 @@ struct Worker {
     return reinterpret_cast<T*>(block().scratch);
   }
 
+  // The count that was asked for at the beginning of `advance`, or a fresh one when there may be commands.
+  MK_DEVICE uint64_t commands_posted(const abi::Mailbox* mailbox) const {
+    const uint64_t known = block().posted;
+    return known == launch_state()->mailbox_taken ? known : load_acquire_system(&mailbox->posted);
+  }
+
   MK_DEVICE void notify_host() {}  // the host sleeps between looks at TokenRing.written
   MK_DEVICE bool aborted() const { return load_word(&launch_state()->abort) != 0; }
 
@@ -272,9 +296,9 @@ struct Worker {
   template <class Ready>
   MK_DEVICE void spin(Ready ready, abi::FaultKind kind, uint32_t tile) {
     if constexpr (kChaos) random = random_delay(random);
-    uint64_t began = 0;
-    for (uint32_t turns = 1; !ready(); ++turns) {
-      if (turns % 64 == 0) began = keep_waiting(began, kind, abi::kNone, 0, tile);
+    Patience patience;
+    while (__builtin_expect(!ready(), 0)) {
+      if (patience.over()) give_up(kind, abi::kNone, 0, tile);
     }
   }
 
@@ -282,19 +306,25 @@ struct Worker {
   MK_DEVICE void wait_barrier(uint64_t* barrier, uint32_t parity, abi::FaultKind kind = abi::FaultKind::kRingBudget) {
     if constexpr (kChaos) random = random_delay(random);
     const uint32_t address = shared_address(barrier);
-    if (!barrier_try(address, parity)) wait_phase(address, parity, kind);
+    uint32_t began = 0;  // in units of 2^20 ns
+    for (uint32_t turns = 1; __builtin_expect(!barrier_try(address, parity), 0); ++turns) {
+      if (turns % 1024 != 0) continue;
+      const uint32_t now = uint32_t(clock_ns() >> 20);
+      if (began == 0) began = now;
+      if (now - began > block().barrier_patience || aborted()) give_up(kind, abi::kNone, 0, parity);
+    }
   }
 
   // Waits until *p >= target, acquire. Every lane that calls it waits.
-  MK_DEVICE bool wait(const uint64_t* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
+  template <class T>
+  MK_DEVICE bool wait(const T* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
     if constexpr (kChaos) random = random_delay(random);
-    wait_counter(p, target, kind, counter);
-    return true;
-  }
-  MK_DEVICE bool wait(const uint32_t* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
-    uint32_t value = 0;
-    spin([&] { return (value = load_acquire(p)) >= target; }, kind, counter);
-    return true;
+    Patience patience;
+    for (;;) {
+      const uint64_t value = load_acquire(p);
+      if (value >= target) return true;
+      if (patience.over()) give_up(kind, counter, value, target);
+    }
   }
   template <class T, class Idle>
   MK_DEVICE bool wait(const T* p, uint64_t target, abi::FaultKind kind, uint32_t counter, Idle) {
@@ -315,6 +345,7 @@ struct Worker {
 
   MK_DEVICE void fault(abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
     report_fault(kind, tile, counter, value, target);
+    block().failed = 1;
   }
 
  private:

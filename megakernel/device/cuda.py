@@ -99,7 +99,8 @@ def compile_cubin(source: KernelSource, include: Path, flags: Sequence[str]) -> 
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b" \0").decode(errors="replace")
         if int(status) != 0:
-            raise BuildError(f"NVRTC {' '.join(flags)}\nended with {status.name}:\n{text[-8000:]}")
+            first = max(0, text.find("error:") - 200)
+            raise BuildError(f"NVRTC {' '.join(flags)}\nended with {status.name}:\n{text[first : first + 8000]}")
         cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
         _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
         return cubin, text

@@ -18,12 +18,24 @@ struct Ring {
   }
 };
 
+struct ProducerState {
+  WorkerState w;
+  Ring head, tail;
+  uint32_t in_flight;
+};
+
 // Warp-wide. Keeps at most kInFlight copies on their way: more would only make everyone else's loads wait.
 struct Producer {
   Worker w;
   Ring head, tail;
   uint32_t in_flight = 0;
   uint64_t policy = streaming_policy();
+
+  MK_DEVICE ProducerState state() const { return {w.state(), head, tail, in_flight}; }
+  MK_DEVICE void set(const ProducerState& s) {
+    w.set(s.w);
+    head = s.head, tail = s.tail, in_flight = s.in_flight;
+  }
 
   MK_DEVICE void put(const void* from, uint32_t bytes) {
     Block& b = block();
@@ -40,11 +52,23 @@ struct Producer {
   }
 };
 
+struct ConsumerState {
+  WorkerState w;
+  Ring ring;
+  uint32_t sums_slot, sums_parity;
+};
+
 // Warp-wide; every consumer takes every stage.
 struct Consumer {
   Worker w;
   Ring ring;
   uint32_t sums_slot = 0, sums_parity = 0;  // parity: one bit a slot
+
+  MK_DEVICE ConsumerState state() const { return {w.state(), ring, sums_slot, sums_parity}; }
+  MK_DEVICE void set(const ConsumerState& s) {
+    w.set(s.w);
+    ring = s.ring, sums_slot = s.sums_slot, sums_parity = s.sums_parity;
+  }
 
   MK_DEVICE uint8_t* take() {
     w.wait_barrier(&block().full[ring.slot], ring.parity);
@@ -60,9 +84,20 @@ struct Consumer {
   }
 };
 
+struct StorerState {
+  WorkerState w;
+  uint32_t sums_slot, sums_parity;
+};
+
 struct Storer {
   Worker w;
   uint32_t sums_slot = 0, sums_parity = 0;
+
+  MK_DEVICE StorerState state() const { return {w.state(), sums_slot, sums_parity}; }
+  MK_DEVICE void set(const StorerState& s) {
+    w.set(s.w);
+    sums_slot = s.sums_slot, sums_parity = s.sums_parity;
+  }
 };
 
 template <class T>
@@ -92,13 +127,16 @@ struct Core {
   static constexpr bool kProduces = false, kStores = false;
   static constexpr bool kNeedsHeader = false;  // of its producer
 
-  static __device__ __noinline__ Consumer consume(Consumer c) {
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+    Consumer c;
+    c.set(state);
     const abi::Record& record = *c.w.record;
     wait_counters(c.w, record);
     T::execute(c.w, record, fields_of<T>(record));
     c.w.sync();
+    if (block().failed) asm volatile("exit;");  // nothing after it may go on
     if (c.w.lane() == 0) signal_counter(c.w, record);
-    return c;
+    return c.state();
   }
 };
 
@@ -106,4 +144,5 @@ struct Core {
 
 #include "megakernel/device/cuda_matrix.cuh"
 #include "megakernel/device/cuda_pages.cuh"
+#include "megakernel/device/cuda_tokens.cuh"
 #include "megakernel/device/cuda_values.cuh"

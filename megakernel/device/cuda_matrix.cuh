@@ -40,7 +40,9 @@ MK_DEVICE const float* input_row(const Worker& w, const MatrixFields& f, bool sa
 }
 
 // ------------------------------------------------------------------------------------------------ producer
-__device__ __noinline__ Producer produce_rows(Producer p) {
+__device__ __noinline__ ProducerState produce_rows(ProducerState state) {
+  Producer p;
+  p.set(state);
   const abi::Record& record = *p.w.record;
   const MatrixFields& f = matrix_fields(p.w);
   const uint32_t bytes = f.k_unit * 16, units = f.units, count = record.tile_count;
@@ -52,7 +54,7 @@ __device__ __noinline__ Producer produce_rows(Producer p) {
       for (uint32_t t = 0; t < tiles; ++t) p.put(from + t * tile_bytes + uint64_t(unit) * bytes, bytes);
     }
   }
-  return p;
+  return p.state();
 }
 
 // ------------------------------------------------------------------------------------------------ input
@@ -66,9 +68,10 @@ struct Share {
   }
 };
 
-// The A operand of a warp's chunks of a unit: rows 0 to 7, and 8 to 15.
+// The B operand of a warp's chunks of a unit: rows 0 to 7, and 8 to 15 where there may be so many.
+template <bool kHigh>
 struct Fragments {
-  Quad low[kMaxChunks], high[kMaxChunks];
+  Quad low[kMaxChunks], high[kHigh ? kMaxChunks : 1];
 };
 
 // Eight consecutive columns of a row.
@@ -124,13 +127,16 @@ MK_DEVICE Quad packed(float (&x)[8], const Octet& gamma) {
 // One row: the warp's columns of the whole input are fetched in one go and kept in shared memory.
 template <bool kHalf, bool kNorm>
 struct OneRow {
+  static constexpr bool kHigh = false;
   static constexpr uint32_t kOctets = kNorm ? 2 : 4;  // of a lane, on their way together
   uint8_t* stash;
   float squares = 0.0f;
 
-  MK_DEVICE static uint32_t stash_bytes(const Worker& w) { return Sums::below(w.header->rows) / kConsumers / 64 * 64; }
+  // Of a warp, in a step of so many rows.
+  MK_DEVICE static uint32_t stash_bytes(uint32_t rows) { return Sums::below(rows) / kConsumers / 64 * 64; }
 
-  MK_DEVICE OneRow(const Worker& w, uint32_t, bool) : stash(block().scratch + w.warp() * stash_bytes(w)) {}
+  MK_DEVICE OneRow(const Worker& w, uint32_t, bool)
+      : stash(block().scratch + w.warp() * stash_bytes(w.header->rows)) {}
   MK_DEVICE void restart() {}
 
   MK_DEVICE void begin(Worker& w, const MatrixFields& f, const Share& share, bool sampled) {
@@ -186,13 +192,10 @@ struct OneRow {
     }
   }
 
-  MK_DEVICE void fragments(Worker& w, const MatrixFields&, const Share& share, bool, uint32_t unit, Fragments& a) {
+  MK_DEVICE void fragments(Worker& w, const MatrixFields&, const Share& share, bool, uint32_t unit, Fragments<false>& a) {
     const uint8_t* at = stash + unit * share.count * 64 + w.warp_lane() % 4 * 16;
 #pragma unroll
-    for (uint32_t i = 0; i < kMaxChunks; ++i) {
-      a.high[i] = Quad{0, 0, 0, 0};
-      if (i < share.count) a.low[i] = *reinterpret_cast<const Quad*>(at + i * 64);
-    }
+    for (uint32_t i = 0; i < kMaxChunks; ++i) a.low[i] = *reinterpret_cast<const Quad*>(at + i * 64);
   }
 
   MK_DEVICE void put_squares(const Worker& w, float* out, uint32_t) const {
@@ -205,6 +208,7 @@ struct OneRow {
 // Any number of rows: lane / 4 is the row, and each lane fetches its fragments itself, for every block again.
 template <bool kHalf, bool kNorm>
 struct ManyRows {
+  static constexpr bool kHigh = true;
   uint32_t rows;
   float squares[2] = {0.0f, 0.0f};
 
@@ -212,7 +216,7 @@ struct ManyRows {
   MK_DEVICE void begin(Worker&, const MatrixFields&, const Share&, bool) {}
   MK_DEVICE void restart() { squares[0] = squares[1] = 0.0f; }
 
-  MK_DEVICE void fragments(Worker& w, const MatrixFields& f, const Share& share, bool sampled, uint32_t unit, Fragments& a) {
+  MK_DEVICE void fragments(Worker& w, const MatrixFields& f, const Share& share, bool sampled, uint32_t unit, Fragments<true>& a) {
     half(w, f, share, sampled, unit, w.warp_lane() / 4, a.low, squares[0]);
     if (rows > 8) {
       half(w, f, share, sampled, unit, w.warp_lane() / 4 + 8, a.high, squares[1]);
@@ -280,38 +284,59 @@ struct ManyRows {
 };
 
 // ------------------------------------------------------------------------------------------------ consumer
-using Product = float[2][4];  // of one tile: two chains
+// Two tiles are the 16 rows of the A operand, rows of the input the 8 columns of the B operand. Chains 0 and 1 take turns
+// over steps of 16 columns. What lies beyond a warp's share or a block's tiles is loaded all the same, and not used.
+using Chains = float[2][4];
 
-MK_DEVICE void load_weights(Quad (&b)[kMaxChunks], const uint8_t* stage, const Worker& w, const Share& share) {
-  const uint8_t* at = stage + share.first * 512 + w.warp_lane() * 16;
+template <bool kHalf>
+MK_DEVICE void multiply_pair(Chains& d, const Quad& a, const Quad& b, const Quad& x) {
+  multiply<kHalf>(d[0], a.x, b.x, a.y, b.y, x.x, x.y);
+  multiply<kHalf>(d[1], a.z, b.z, a.w, b.w, x.z, x.w);
+}
+
+// Waits for the block's next stages and takes this warp's weights out of them; the stages are free again at once.
+MK_DEVICE void take_weights(Consumer& c, Quad (&out)[kBlockTiles][kMaxChunks], uint32_t tiles, uint32_t offset) {
+  auto take = [&](Quad (&tile)[kMaxChunks]) {
+    const uint8_t* at = c.take() + offset;
 #pragma unroll
-  for (uint32_t i = 0; i < kMaxChunks; ++i) {
-    if (i < share.count) b[i] = *reinterpret_cast<const Quad*>(at + i * 512);
+    for (uint32_t i = 0; i < kMaxChunks; ++i) tile[i] = *reinterpret_cast<const Quad*>(at + i * 512);
+    c.give_back();
+  };
+  if (tiles == kBlockTiles) {
+#pragma unroll
+    for (uint32_t t = 0; t < kBlockTiles; ++t) take(out[t]);
+  } else {
+#pragma unroll
+    for (uint32_t t = 0; t < kBlockTiles; ++t) {
+#pragma unroll
+      for (uint32_t i = 0; i < kMaxChunks; ++i) out[t][i] = Quad{0, 0, 0, 0};
+      if (t < tiles) take(out[t]);
+    }
   }
 }
 
-template <bool kHalf>
-MK_DEVICE void multiply_chunk(Product& d, const Fragments& a, uint32_t i, const Quad& b) {
-  multiply<kHalf>(d[0], a.low[i].x, a.high[i].x, a.low[i].y, a.high[i].y, b.x, b.y);
-  multiply<kHalf>(d[1], a.low[i].z, a.high[i].z, a.low[i].w, a.high[i].w, b.z, b.w);
-}
-
-// Partial sums of a block to the storer.
-template <bool kNorm, class Input>
-MK_DEVICE void hand_over(Consumer& c, const Input& input, const Product (&d)[kBlockTiles], uint32_t tiles, uint32_t rows) {
+// Partial sums of a block to the storer. Lane 4 g + t has row g of the weights, rows 2 t and 2 t + 1 of the input.
+template <bool kNorm, class Input, uint32_t kSets>
+MK_DEVICE void hand_over(Consumer& c, const Input& input, const Chains (&d)[kSets][kBlockTiles / 2], uint32_t tiles,
+                         uint32_t rows) {
   Worker& w = c.w;
   const uint32_t room = w.header->rows, slot = c.sums_slot % Sums::slots(room);
   const uint32_t group = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
   w.wait_barrier(&block().sums_empty[slot], (c.sums_parity >> slot & 1) ^ 1);
   float* sums = Sums::at(room, slot);
-  float* out = sums + w.warp() * rows * Sums::kOutputs + pair;
+  float* out = sums + (w.warp() * rows + pair) * Sums::kOutputs + group;
 #pragma unroll
-  for (uint32_t t = 0; t < kBlockTiles; ++t) {
-    if (t >= tiles) break;
-    auto* low = reinterpret_cast<float2*>(out + group * Sums::kOutputs + t * 8);
-    auto* high = reinterpret_cast<float2*>(out + (group + 8) * Sums::kOutputs + t * 8);
-    if (group < rows) *low = make_float2(d[t][0][0] + d[t][1][0], d[t][0][1] + d[t][1][1]);
-    if (group + 8 < rows) *high = make_float2(d[t][0][2] + d[t][1][2], d[t][0][3] + d[t][1][3]);
+  for (uint32_t set = 0; set < kSets; ++set) {
+#pragma unroll
+    for (uint32_t e = 0; e < 2; ++e) {
+      if (pair + e + set * 8 >= rows) continue;
+      float* at = out + (set * 8 + e) * Sums::kOutputs;
+#pragma unroll
+      for (uint32_t t = 0; t < kBlockTiles; ++t) {
+        const Chains& sum = d[set][t / 2];
+        if (t < tiles) at[t * 8] = sum[0][t % 2 * 2 + e] + sum[1][t % 2 * 2 + e];
+      }
+    }
   }
   if constexpr (kNorm) input.put_squares(w, sums + (kConsumers * Sums::kOutputs + w.warp()) * rows, rows);
   __syncwarp();
@@ -321,53 +346,73 @@ MK_DEVICE void hand_over(Consumer& c, const Input& input, const Product (&d)[kBl
 }
 
 template <bool kHalf, bool kNorm, template <bool, bool> class Input>
-__device__ __noinline__ Consumer consume_rows(Consumer c, bool sampled) {
+__device__ __noinline__ ConsumerState consume_rows(ConsumerState state, bool sampled) {
+  constexpr uint32_t kSets = Input<kHalf, kNorm>::kHigh ? 2 : 1;
+  Consumer c;
+  c.set(state);
   Worker& w = c.w;
   const abi::Record& record = *w.record;
   const MatrixFields& f = matrix_fields(w);
   const uint32_t rows = matrix_rows(w, sampled), units = f.units, count = record.tile_count;
   const Share share(w.warp(), f.k_unit);
+  const uint32_t offset = share.first * 512 + w.warp_lane() * 16;
   Input<kHalf, kNorm> input(w, rows, sampled);
   bool begun = false;
 #pragma unroll 1
   for (uint32_t first = 0; first < count; first += kBlockTiles) {
     const uint32_t tiles = tasks::least(kBlockTiles, count - first);
-    Product d[kBlockTiles] = {};
+    Chains d[kSets][kBlockTiles / 2] = {};
     input.restart();
 #pragma unroll 1
     for (uint32_t unit = 0; unit < units; ++unit) {
-      Fragments a;
+      Quad a[kBlockTiles][kMaxChunks];
+      take_weights(c, a, tiles, offset);
+      if (!begun) {
+        if (w.warp() == 0) w.trace(1);
+        wait_counters(w, record);
+        input.begin(w, f, share, sampled);
+        begun = true;
+        if (w.warp() == 0) w.trace(2);
+      }
+      Fragments<Input<kHalf, kNorm>::kHigh> x;
+      input.fragments(w, f, share, sampled, unit, x);
 #pragma unroll
-      for (uint32_t pair = 0; pair < kBlockTiles; pair += 2) {
-        if (pair >= tiles) break;
-        const bool two = pair + 1 < tiles;
-        Quad b[2][kMaxChunks];
-        load_weights(b[0], c.take(), w, share);
-        c.give_back();
-        if (two) {
-          load_weights(b[1], c.take(), w, share);
-          c.give_back();
-        }
-        if (pair == 0) {
-          if (!begun) {
-            wait_counters(w, record);
-            input.begin(w, f, share, sampled);
-            begun = true;
+      for (uint32_t i = 0; i < kMaxChunks; ++i) {
+        if (i < share.count) {
+          multiply_pair<kHalf>(d[0][0], a[0][i], a[1][i], x.low[i]);
+          multiply_pair<kHalf>(d[0][1], a[2][i], a[3][i], x.low[i]);
+          if constexpr (kSets == 2) {
+            multiply_pair<kHalf>(d[1][0], a[0][i], a[1][i], x.high[i]);
+            multiply_pair<kHalf>(d[1][1], a[2][i], a[3][i], x.high[i]);
           }
-          input.fragments(w, f, share, sampled, unit, a);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kMaxChunks; ++i) {
-          if (i >= share.count) break;
-          multiply_chunk<kHalf>(d[pair], a, i, b[0][i]);
-          if (two) multiply_chunk<kHalf>(d[pair + 1], a, i, b[1][i]);
         }
       }
     }
     hand_over<kNorm>(c, input, d, tiles, rows);
   }
-  return c;
+  return c.state();
 }
+
+// ------------------------------------------------------------------------------------------------ the largest logit
+// Behind the logits, of each sampled row and worker: the largest of the worker's logits with its column as one number in
+// that order, and how many tiles it saw. All ones are not valid yet.
+struct Largest {
+  static constexpr uint64_t kNotFinite = 0xfffffffe00000000u;  // more than any number
+
+  MK_DEVICE static uint64_t key(float v, uint32_t column) {
+    if (!(v - v == 0.0f)) return kNotFinite;
+    return uint64_t(uint32_t(rank_of(v)) ^ 0x80000000u) << 32 | (0xffffffffu - column);
+  }
+  MK_DEVICE static uint32_t column(uint64_t key) { return 0xffffffffu - uint32_t(key); }
+  MK_DEVICE static uint64_t of_warp(uint64_t key) {
+    const uint32_t high = __reduce_max_sync(0xffffffffu, uint32_t(key >> 32));
+    return uint64_t(high) << 32 | __reduce_max_sync(0xffffffffu, uint32_t(key >> 32) == high ? uint32_t(key) : 0);
+  }
+  MK_DEVICE static uint64_t* at(const Worker& w, uint32_t logits, uint32_t row, uint32_t worker) {
+    uint64_t* base = tasks::workspace<uint64_t>(w, logits + w.args.max_rows * w.args.vocab * 4);
+    return base + 2 * (row * w.args.workers + worker);
+  }
+};
 
 // ------------------------------------------------------------------------------------------------ storer and core
 template <tasks::MatmulConfig kConfig>
@@ -380,35 +425,55 @@ struct Core<tasks::Matmul<kConfig>> {
   static constexpr uint32_t kTileColumns = kGlu ? 4 : 8;
   static constexpr bool kProduces = true, kStores = true, kNeedsHeader = kConfig.sampled;
 
-  MK_DEVICE static Producer produce(Producer p) {
-    return kConfig.sampled && p.w.header->sampled == 0 ? p : produce_rows(p);
+  MK_DEVICE static ProducerState produce(ProducerState p) {
+    return kConfig.sampled && block().header[p.w.step & 1].sampled == 0 ? p : produce_rows(p);
   }
 
-  MK_DEVICE static Consumer consume(Consumer c) {
-    const MatrixFields& f = matrix_fields(c.w);
-    const uint32_t rows = matrix_rows(c.w, kConfig.sampled);
+  MK_DEVICE static ConsumerState consume(ConsumerState c) {
+    const MatrixFields& f = *reinterpret_cast<const MatrixFields*>(c.w.record->payload);
+    const abi::StepHeader& header = block().header[c.w.step & 1];
+    const uint32_t rows = kConfig.sampled ? header.sampled : header.rows;
     if (rows == 0) return c;
-    const bool fits = f.units * kMaxChunks * 64 <= OneRow<kHalf, kConfig.norm>::stash_bytes(c.w);
+    const bool fits = f.units * kMaxChunks * 64 <= OneRow<kHalf, kConfig.norm>::stash_bytes(header.rows);
     if (rows == 1 && fits && f.k % 8 == 0) return consume_rows<kHalf, kConfig.norm, OneRow>(c, kConfig.sampled);
     return consume_rows<kHalf, kConfig.norm, ManyRows>(c, kConfig.sampled);
   }
 
-  static __device__ __noinline__ Storer store(Storer s) {
+  static __device__ __noinline__ StorerState store(StorerState state) {
+    Storer s;
+    s.set(state);
     Worker& w = s.w;
     const abi::Record& record = *w.record;
     const uint32_t rows = matrix_rows(w, kConfig.sampled);
+    uint64_t best = 0;  // of row `lane`
 #pragma unroll 1
     for (uint32_t first = 0; first < record.tile_count && rows > 0; first += kBlockTiles) {
       const uint32_t tiles = tasks::least(kBlockTiles, record.tile_count - first);
-      store_block(s, matrix_fields(w), record.tile_begin + first, tiles, rows);
+      store_block(s, matrix_fields(w), record.tile_begin + first, tiles, rows, best);
     }
+    if constexpr (kConfig.sampled) put_best(w, matrix_fields(w), rows, best, record.tile_count);
     __syncwarp();
     if (w.warp_lane() == 0) signal_counter(w, record);
-    return s;
+    return s.state();
+  }
+
+  MK_DEVICE static void put_best(Worker& w, const MatrixFields& f, uint32_t rows, uint64_t best, uint32_t tiles) {
+    const uint32_t lane = w.warp_lane();
+    if (lane < rows) {
+      uint64_t* out = Largest::at(w, f.output, lane, w.id);
+      store_long(out, best);
+      store_word(out + 1, tiles);
+    }
+    if (lane < w.last->sampled) {
+      uint64_t* old = before(w, Largest::at(w, f.output, lane, w.id));
+      store_long(old, ~uint64_t(0));
+      store_word(old + 1, kInvalid);
+    }
   }
 
   // Lane = output of the block: tile lane / 8, row lane % 8 of its weights.
-  MK_DEVICE static void store_block(Storer& s, const MatrixFields& f, uint32_t tile, uint32_t tiles, uint32_t rows) {
+  MK_DEVICE static void store_block(
+      Storer& s, const MatrixFields& f, uint32_t tile, uint32_t tiles, uint32_t rows, uint64_t& best) {
     Worker& w = s.w;
     const uint32_t lane = w.warp_lane(), mine = tile + lane / 8, within = lane % 8;
     const uint32_t column = mine * kTileColumns + within;
@@ -430,12 +495,17 @@ struct Core<tasks::Matmul<kConfig>> {
         const float up = __shfl_down_sync(0xffffffffu, v, 4);
         v = tasks::activate<kConfig.activation>(v) * up;
       }
+      if constexpr (kConfig.epilogue == tasks::Epilogue::kActivate) v = tasks::activate<kConfig.activation>(v);
       if constexpr (kConfig.softcap) v = f.softcap * tanhf(v / f.softcap);
       if constexpr (kResidual) {
         if (r > 0 && active) residual = await(w, old + uint64_t(r) * f.n);
         v += residual;
       }
       if (active) put_out(out_at(w, f, r, column), v);
+      if constexpr (kConfig.sampled) {
+        const uint64_t largest = Largest::of_warp(active ? Largest::key(v, column) : 0);
+        if (lane == r && largest > best) best = largest;
+      }
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&block().sums_empty[slot]);

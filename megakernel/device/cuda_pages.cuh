@@ -97,7 +97,9 @@ struct Core<tasks::Attention<kConfig>> {
   };
 
   // ---------------------------------------------------------------------------------------------- producer
-  static __device__ __noinline__ Producer produce(Producer p) {
+  static __device__ __noinline__ ProducerState produce(ProducerState state) {
+    Producer p;
+    p.set(state);
     Worker& w = p.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
@@ -114,7 +116,7 @@ struct Core<tasks::Attention<kConfig>> {
         p.put(pool + (page * kKvHeads + items.head) * kUnitBytes, kUnitBytes);
       }
     }
-    return p;
+    return p.state();
   }
 
   // ---------------------------------------------------------------------------------------------- one head at a position
@@ -136,7 +138,7 @@ struct Core<tasks::Attention<kConfig>> {
       float s = v[0] * v[0];
 #pragma unroll
       for (int i = 1; i < 8; ++i) s = fmaf(v[i], v[i], s);
-      return s;
+      return s.state();
     }
     MK_DEVICE void scale(float factor, const Eight& gamma) {
 #pragma unroll
@@ -312,7 +314,9 @@ struct Core<tasks::Attention<kConfig>> {
   }
 
   // ---------------------------------------------------------------------------------------------- consumer
-  static __device__ __noinline__ Consumer consume(Consumer c) {
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+    Consumer c;
+    c.set(state);
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
@@ -324,7 +328,7 @@ struct Core<tasks::Attention<kConfig>> {
     clear_last(w, record, f);
     w.sync();
     if (w.lane() == 0) signal_counter(w, record);
-    return c;
+    return c.state();
   }
 
   MK_DEVICE static void run_item(Consumer& c, const Fields& f, const Items& item, char* pool) {

@@ -25,8 +25,9 @@ MK_DEVICE void barrier_arrive(uint64_t* barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Whether the phase with this parity is complete. On 9.0 the thread sleeps for a while before the answer is no.
-MK_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {  // `barrier`: its shared address
+// Whether the phase with this parity is complete; may wait for a moment before the answer is no. `barrier` is its shared
+// address.
+MK_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
   uint32_t done;
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -108,6 +109,16 @@ MK_DEVICE uint32_t load_word(const void* p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
+}
+
+MK_DEVICE uint64_t load_system(const void* p) {  // of the host's memory; orders nothing
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+MK_DEVICE void store_long(void* p, uint64_t v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
 MK_DEVICE void store_word(void* p, uint32_t v) {

@@ -9,7 +9,9 @@ struct Core<tasks::Embedding<kConfig>> {
   using Fields = abi::EmbeddingFields;
   static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
 
-  static __device__ __noinline__ Consumer consume(Consumer c) {
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+    Consumer c;
+    c.set(state);
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Embedding<kConfig>>(record);
@@ -19,19 +21,46 @@ struct Core<tasks::Embedding<kConfig>> {
     float* out = tasks::workspace<float>(w, f.output) + first;
     const char* table = tasks::weights<char>(w, f.table);
     const uint64_t row_bytes = uint64_t(f.cols) * bytes_of(kConfig.dtype);
+    const bool whole = kConfig.dtype != DType::kF32 && !kConfig.positions && f.cols % 8 == 0 && f.tile_cols % 8 == 0;
+#pragma unroll 1
     for (uint32_t r = 0; r < w.header->rows; ++r) {
       const char* row = table + uint32_t(w.header->row[r].token) * row_bytes;
+      if (whole) {  // 8 columns of a lane in one go
+        for (uint32_t i = w.lane() * 8; i < width; i += w.lanes() * 8) {
+          publish_eight(out + uint64_t(r) * f.cols + i, load_constant_quad(row + (first + i) * 2), f.scale);
+        }
+        continue;
+      }
+#pragma unroll 1
       for (uint32_t i = w.lane(); i < width; i += w.lanes()) {
-        publish(out + uint64_t(r) * f.cols + i, load_as<kConfig.dtype>(row, first + i, All{}) * f.scale);
+        float v = load_as<kConfig.dtype>(row, first + i, All{}) * f.scale;
+        if constexpr (kConfig.positions) {
+          const char* at = tasks::weights<char>(w, f.positions) + w.header->row[r].position * row_bytes;
+          v += load_as<kConfig.dtype>(at, first + i, All{});
+        }
+        publish(out + uint64_t(r) * f.cols + i, v);
       }
     }
+#pragma unroll 1
     for (uint32_t r = 0; r < w.last->rows; ++r) {
+#pragma unroll 1
       for (uint32_t i = w.lane(); i < width; i += w.lanes()) clear(before(w, out + uint64_t(r) * f.cols + i));
     }
-    if (record.signal == abi::kNone) return c;
+    if (record.signal == abi::kNone) return c.state();
     w.sync();
     if (w.lane() == 0) signal_counter(w, record);
-    return c;
+    return c.state();
+  }
+
+  MK_DEVICE static void publish_eight(float* out, const Quad& bits, float scale) {
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) {
+      const float low = kConfig.dtype == DType::kF16 ? half_to_float(uint16_t(words[i])) : as_float(words[i] << 16);
+      const float high = kConfig.dtype == DType::kF16 ? half_to_float(uint16_t(words[i] >> 16)) : as_float(words[i] & 0xffff0000u);
+      publish(out + 2 * i, low * scale);
+      publish(out + 2 * i + 1, high * scale);
+    }
   }
 };
 
@@ -45,7 +74,9 @@ struct Core<tasks::Combine<kConfig>> {
   static constexpr uint32_t kParts = (kStride + 31) / 32;  // floats of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                   // pieces of a warp on their way
 
-  static __device__ __noinline__ Consumer consume(Consumer c) {
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+    Consumer c;
+    c.set(state);
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
@@ -70,10 +101,10 @@ struct Core<tasks::Combine<kConfig>> {
         clear(before(w, out + uint64_t(r) * kConfig.heads * kDim + i));
       }
     }
-    if (record.signal == abi::kNone) return c;
+    if (record.signal == abi::kNone) return c.state();
     w.sync();
     if (w.lane() == 0) signal_counter(w, record);
-    return c;
+    return c.state();
   }
 
   MK_DEVICE static const float* pieces_of(const Worker& w, const Fields& f, uint32_t r, uint32_t h) {

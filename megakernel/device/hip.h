@@ -24,7 +24,7 @@ struct Lds {
 };
 static_assert(sizeof(Lds) <= MEGAKERNEL_LDS_BYTES, "LDS of a workgroup");
 
-MK_SHARED static Lds lds;
+MK_SHARED Lds lds;
 
 // The kernel's first argument, a word a lane.
 MK_DEVICE void take_args() {
@@ -155,10 +155,9 @@ struct Worker {
     return good;
   }
 
-  // +1 on a counter: what the group wrote before is visible to who sees it.
+  // +1 on a counter, after `sync`: what the group wrote before is visible to who sees it.
   MK_DEVICE void signal(uint64_t* p, uint32_t counter) {
     if constexpr (kChaos) delay();
-    sync();
     if (lane() != 0) return;
     if constexpr (kChaos) {
       if (counter == args.drop_signal && exchange_acquire_release(&launch()->pad, 1) == 0) return;

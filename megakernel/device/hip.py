@@ -1,7 +1,7 @@
 """The HIP device: compiles with any clang that knows AMD GPUs, loads and launches through hip-python.
 
-Compiling and inspecting work on any machine. Everything from `probe` on that asks a GPU is written from hip-python's and
-HIP's documentation and has not run on hardware: docs/amd.md says what to check first.
+Compiling and inspecting work on any machine. Everything from `probe` on that asks a GPU is written from hip-python's
+and HIP's documentation and has not run on hardware: docs/amd.md says what to check first.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def target_for(gpu: GpuInfo) -> Target:
         names = ", ".join(t.name for t in TARGETS.values() if t.backend == "hip")
         raise TargetError(f"{gpu.name} is {gpu.architecture}; supported are {names}")
     if gpu.lds_bytes < base.shared_bytes:
-        raise TargetError(f"{gpu.name} gives a workgroup {gpu.lds_bytes:,} bytes of LDS; {base.name} needs {base.shared_bytes:,}")
+        raise TargetError(
+            f"{gpu.name} gives a workgroup {gpu.lds_bytes:,} bytes of LDS; {base.name} needs {base.shared_bytes:,}"
+        )
     if gpu.clock_khz != CLOCK_KHZ:
         raise TargetError(f"{gpu.name} has a constant clock of {gpu.clock_khz} kHz; the kernel expects {CLOCK_KHZ}")
     return replace(base, workers=gpu.units, stream_gbps=base.stream_gbps * gpu.units / base.workers)
@@ -250,10 +252,15 @@ class HipDevice(Device):
         code, own = binary.read_bytes(), self.target
         report = kernel_report(code)
         if report.architecture != own.name:
-            raise ProgramError(f"{binary} was built for {report.architecture}; {self.info.name} is {own.name}; build it for this device")
+            raise ProgramError(
+                f"{binary} was built for {report.architecture}; {self.info.name} is {own.name}; "
+                "build it for this device"
+            )
         got = int.from_bytes(symbol_bytes(code, ABI_SYMBOL), "little")
         if got != abi_hash:
-            raise ProgramError(f"{binary} has record layout {got:016x}, expected {abi_hash:016x}; build the program again")
+            raise ProgramError(
+                f"{binary} has record layout {got:016x}, expected {abi_hash:016x}; build the program again"
+            )
         if target.workers > own.workers:
             raise ProgramError(
                 f"{binary} was built for {target.workers} workers; {self.info.name} has {own.workers} units; "
@@ -312,7 +319,8 @@ class HipDevice(Device):
     def download(self, buffer: Buffer, offset: int, nbytes: int) -> Bytes:
         _range(buffer, offset, nbytes)
         if buffer.host is not None:
-            return buffer.host[offset : offset + nbytes].copy()
+            held: Bytes = buffer.host[offset : offset + nbytes].copy()
+            return held
         self.make_current()
         out = np.empty(nbytes, np.uint8)
         self._copy(out.ctypes.data, buffer.address + offset, nbytes, "hipMemcpyDeviceToHost")

@@ -83,7 +83,8 @@ def compile_flags(target: Target, chaos: bool, trace: bool) -> tuple[str, ...]:
 
 
 FREESTANDING = (
-    "-x", "hip", "--offload-device-only", "-nogpulib", "-nogpuinc", "-ffreestanding", "-Wall", "-Wno-unused-command-line-argument",
+    "-x", "hip", "--offload-device-only", "-nogpulib", "-nogpuinc", "-ffreestanding", "-Wall",
+    "-Wno-unused-command-line-argument",
 )  # fmt: skip
 
 

@@ -6,7 +6,11 @@
 #include "megakernel/device/types.cuh"
 
 #define MK_DEVICE __attribute__((device)) __attribute__((always_inline)) inline
-#define MK_SHARED __attribute__((shared))
+#if defined(__AMDGCN__)
+#define MK_SHARED __attribute__((shared)) static
+#else
+#define MK_SHARED static thread_local  // emulated on the host: a thread is a workgroup
+#endif
 #define MK_SHARED_SPACE __attribute__((address_space(3)))
 
 namespace megakernel::dev {
@@ -20,7 +24,9 @@ constexpr uint32_t kWaves = kThreads / kWave;
 // keep them all.
 MK_DEVICE uint32_t thread_index() {
   uint32_t index = __builtin_amdgcn_workitem_id_x();
+#if defined(__AMDGCN__)
   asm volatile("" : "+v"(index));
+#endif
   __builtin_assume(index < kThreads);
   return index;
 }
@@ -43,7 +49,7 @@ MK_DEVICE void drain() {
   asm volatile("s_wait_loadcnt 0x0\n\ts_wait_storecnt 0x0" ::: "memory");
 #elif defined(__GFX9__)
   asm volatile("s_waitcnt vmcnt(0)" ::: "memory");
-#else
+#elif defined(__AMDGCN__)
   asm volatile("s_waitcnt vmcnt(0)\n\ts_waitcnt_vscnt null, 0x0" ::: "memory");
 #endif
 }

@@ -25,7 +25,7 @@ def values_of(nodes: Sequence[TaskNode]) -> frozenset[str]:
 def drop_value_waits(schedule: Schedule) -> Schedule:
     """The schedule without the waits that values make needless, and without signals that nobody waits for.
 
-    An entry keeps its waits when it reads a tensor that is no value, or reads none at all. Verify the schedule
+    An entry keeps its waits when it reads a tensor that is no value, or cannot wait for values. Verify the schedule
     before: the order that its counters prove is the order that the values enforce."""
     values = values_of(schedule.nodes)
     keep = [_needs_counters(node, values) for node in schedule.nodes]
@@ -41,4 +41,4 @@ def drop_value_waits(schedule: Schedule) -> Schedule:
 
 def _needs_counters(node: TaskNode, values: frozenset[str]) -> bool:
     reads = {r.tensor for r in node.task.reads(node, 0, node.tiles)}
-    return not reads <= values
+    return not node.task.awaits_values or not reads <= values

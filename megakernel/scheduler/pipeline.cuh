@@ -1,4 +1,4 @@
-// The driver of a worker that plays all roles in turn on one thread: waits, loads, consumes and stores record by record.
+// The driver of a worker that plays all roles in turn: waits, loads, consumes and stores record by record.
 //
 // While a record waits for others, the memory that it will stream is touched ahead: it depends on nobody.
 #pragma once
@@ -97,7 +97,9 @@ template <class Tasks>
 MK_DEVICE void run_record(Worker& w, const abi::Record& record) {
   w.record = &record;
   dispatch<0>(w, record, Tasks{});
-  if (!w.failed) queue::signal(w, record);
+  if (w.failed) return;
+  w.sync();  // the next record may read what this one wrote, with or without a signal between them
+  queue::signal(w, record);
 }
 
 // The next shared record of a ticketed node, or null.
@@ -145,7 +147,8 @@ constexpr bool makes_headers(TaskList<T...>) {
 
 }  // namespace pipeline
 
-// A whole launch of one worker. A program without a task that makes headers runs the one step whose header the host wrote.
+// A whole launch of one worker. A program without a task that makes headers runs the one step whose header the host
+// wrote.
 template <class Tasks>
 MK_DEVICE void run_worker(dev::Worker& w) {
   uint64_t step = queue::launch(w)->step;  // read before arriving: worker 0 changes it when all have arrived

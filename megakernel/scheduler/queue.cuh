@@ -66,6 +66,10 @@ MK_DEVICE bool begin_step(Worker& w, uint64_t step) {
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
-MK_DEVICE void end_step(Worker& w) { dev::add_release(&launch(w)->finished, 1); }
+template <class W>
+MK_DEVICE void end_step(W& w) {
+  dev::add_release(&launch(w)->finished, 1);
+  if constexpr (requires { w.wake_step(); }) w.wake_step();  // where a worker that waits long may sleep
+}
 
 }  // namespace megakernel::queue

@@ -169,11 +169,13 @@ MK_DEVICE void run_producer(dev::Producer& p, bool one_step) {
       if (record.opcode == abi::kEnd) break;
       word = *words_of(p.w, p.w.record_index + 1);
       p.w.mark(&record);
+      p.w.trace(7);
       dispatch<0>(p.w, [&]<class T>() {
         if constexpr (dev::Core<T>::kProduces) {
-          if (!dev::Core<T>::kNeedsHeader || need_header()) p = dev::Core<T>::produce(p);
+          if (!dev::Core<T>::kNeedsHeader || need_header()) p.set(dev::Core<T>::produce(p.state()));
         }
       }, Tasks{});
+      p.w.trace(8);
       p.w.mark(nullptr);
       __syncwarp();
     }
@@ -193,7 +195,10 @@ MK_DEVICE void run_consumer(dev::Consumer& c, bool one_step) {
   }
   for (c.w.begin_step(block().first_step + 1); await_header(c.w, parity); c.w.begin_step(c.w.step + 1)) {
     for (c.w.record_index = 0; reader.next(c.w); ++c.w.record_index) {
-      dispatch<0>(c.w, [&]<class T>() { c = dev::Core<T>::consume(c); }, Tasks{});
+      if (c.w.warp() == 0) c.w.trace(0);
+      dispatch<0>(c.w, [&]<class T>() { c.set(dev::Core<T>::consume(c.state())); }, Tasks{});
+      if (c.w.warp() == 0) c.w.trace(3);
+      if (c.w.warp() == 7) c.w.trace(4);
       reader.done(c.w);
     }
     reader.done(c.w);
@@ -208,9 +213,11 @@ MK_DEVICE void run_storer(dev::Storer& s, bool one_step) {
   uint32_t parity = 0;
   for (s.w.begin_step(block().first_step + 1); await_header(s.w, parity); s.w.begin_step(s.w.step + 1)) {
     for (s.w.record_index = 0; reader.next(s.w); ++s.w.record_index) {
+      s.w.trace(5);
       dispatch<0>(s.w, [&]<class T>() {
-        if constexpr (dev::Core<T>::kStores) s = dev::Core<T>::store(s);
+        if constexpr (dev::Core<T>::kStores) s.set(dev::Core<T>::store(s.state()));
       }, Tasks{});
+      s.w.trace(6);
       reader.done(s.w);
     }
     reader.done(s.w);

@@ -141,13 +141,12 @@ class Host:
         return self._outstanding
 
     def admit(self, choices: int) -> None:
-        """Raises ApiError 400 when so many can never run, 429 when they cannot now."""
+        """Raises ApiError 400 when so many sequences can never run, 429 when they cannot now."""
         limit = self.options.max_queue + self.loaded.program.manifest.max_slots
-        if choices > min(limit, max(self.options.max_choices, 1)):
+        if choices > limit:
             raise ApiError(
-                400, f"n: prompts and choices make {choices} sequences; at most {self.options.max_choices} in one request",
-                param="n",
-            )  # fmt: skip
+                400, f"n: prompts and choices make {choices} sequences; this server holds at most {limit}", param="n"
+            )
         if self._outstanding + choices > limit:
             raise ApiError(
                 429, f"{self._outstanding} sequences run or wait; at most {limit} may; try again later",

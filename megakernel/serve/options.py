@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from megakernel.errors import SettingsError
 
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-
 
 @dataclass(frozen=True)
 class ServeOptions:

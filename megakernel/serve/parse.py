@@ -52,8 +52,9 @@ def _refusal(found: list[ErrorDetails]) -> ApiError:
         if len(path) > 1 and isinstance(path[-1], str) and path[-1] not in FIELDS and not _is_extra(error):
             path.pop()  # the name of a union's alternative
         name, text = ".".join(str(part) for part in path), _text(error, path)
-        if not name and ": " in text:  # a check over several fields names its own
-            name, text = text.split(": ", 1)
+        own, _, rest = text.partition(": ")
+        if own in FIELDS and own not in path:  # a check over several fields names its own
+            name, text = f"{name}.{own}".lstrip("."), rest
         told.setdefault(name or "body", text)
     shown = [f"{name}: {text}"[:500] for name, text in list(told.items())[:SHOWN]]
     more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
@@ -85,7 +86,7 @@ def _field_names() -> frozenset[str]:
         if item in done or not _hashable(item):
             continue
         done.add(item)
-        if isinstance(item, type) and issubclass(item, BaseModel):
+        if issubclass(type(item), type) and issubclass(item, BaseModel):
             names |= {field.alias or name for name, field in item.model_fields.items()}
             left += [field.annotation for field in item.model_fields.values()]
         left += get_args(item)

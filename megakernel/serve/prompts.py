@@ -90,13 +90,13 @@ async def completion_prompts(tokenizer: Tokenizer | None, body: CompletionReques
     if isinstance(given, str):
         given = [given]
     if isinstance(given[0], int):
-        return [list(given)]  # type: ignore[arg-type]  # ids of one prompt
+        return [list(given)]  # ids of one prompt
     out = []
     for item in given:
         if isinstance(item, str):
             out.append(await encode(need_tokenizer(tokenizer, "prompt"), item, body.add_special_tokens))
         else:
-            out.append(list(item))  # type: ignore[arg-type]  # ids
+            out.append(list(item))
     return out
 
 

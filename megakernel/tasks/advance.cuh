@@ -11,24 +11,29 @@ struct Advance {
   using Fields = abi::AdvanceFields;
 
   MK_DEVICE static void execute(Worker& w, const abi::Record&, const Fields& f) {
+    const uint64_t reported = launch(w)->ring_written;
     if (w.lane() == 0) take_tokens(w, workspace<const abi::SampleResult>(w, f.result));
     w.sync();
     take_commands(w);
     if (w.lane() == 0) {
-      report_events(w);
-      // Every worker has left this step before a header is overwritten: two of them alternate.
+      prepare(w, w.step + 1);
+      // Every worker has left this step before the next begins: so a header is never overwritten while it is read.
       const uint64_t finished = w.step * w.args.workers - 1;
-      if (w.wait(&launch(w)->finished, finished, abi::FaultKind::kHeaderBudget, abi::kNone)) publish(w, w.step + 1);
+      if (w.wait(&launch(w)->finished, finished, abi::FaultKind::kHeaderBudget, abi::kNone)) announce(w, w.step + 1);
+      report_events(w, reported);
     }
     w.sync();
   }
 
   // The first header of a launch, made by worker 0 when all have answered the roll-call.
   MK_DEVICE static void begin(Worker& w) {
+    const uint64_t reported = launch(w)->ring_written;
     take_commands(w);
     if (w.lane() == 0) {
-      report_events(w);
-      publish(w, launch(w)->step + 1);
+      const uint64_t step = launch(w)->step + 1;
+      prepare(w, step);
+      announce(w, step);
+      report_events(w, reported);
     }
     w.sync();
   }
@@ -57,10 +62,11 @@ struct Advance {
     return &ring->entry[launch(w)->ring_written++ % abi::kRingEntries];
   }
 
-  MK_DEVICE static void report_events(Worker& w) {
+  // `reported`: how many events the host has been told of.
+  MK_DEVICE static void report_events(Worker& w, uint64_t reported) {
     auto* ring = at<abi::TokenRing>(w.args.ring);
     const uint64_t written = launch(w)->ring_written;
-    if (ring->written == written) return;
+    if (reported == written) return;
     dev::store_release_system(&ring->written, written);  // orders the entries before the count
     w.notify_host();
   }
@@ -108,9 +114,18 @@ struct Advance {
     if (finish != abi::Finish::kNone) slot.status = uint32_t(abi::SlotStatus::kFree);
   }
 
+  // A device far from the host's memory may have asked ahead.
+  MK_DEVICE static uint64_t commands_posted(Worker& w, const abi::Mailbox* mailbox) {
+    if constexpr (requires { w.commands_posted(mailbox); }) {
+      return w.commands_posted(mailbox);
+    } else {
+      return dev::load_acquire_system(&mailbox->posted);
+    }
+  }
+
   MK_DEVICE static void take_commands(Worker& w) {
     auto* mailbox = at<abi::Mailbox>(w.args.mailbox);
-    const uint64_t posted = w.broadcast(dev::load_acquire_system(&mailbox->posted));
+    const uint64_t posted = w.broadcast(commands_posted(w, mailbox));
     const uint64_t taken = launch(w)->mailbox_taken;
     for (uint64_t i = taken; i < posted; ++i) {
       const abi::Command& command = mailbox->entry[i % abi::kMailboxEntries];
@@ -154,7 +169,8 @@ struct Advance {
     event.time_ns = dev::clock_ns();
   }
 
-  MK_DEVICE static void publish(Worker& w, uint64_t step) {
+  // The header of `step`; nobody reads the one that was in its place.
+  MK_DEVICE static void prepare(Worker& w, uint64_t step) {
     abi::LaunchState* state = launch(w);
     abi::StepHeader& h = at<abi::StepHeader>(w.args.headers)[step & 1];
     h.step = step;
@@ -165,7 +181,10 @@ struct Advance {
     h.exit = uint32_t(exit);
     if (exit == abi::ExitReason::kRunning) state->step = step;
     state->exit = uint32_t(exit);
-    dev::store_release(&state->published, step);  // orders the header and the slots before the count
+  }
+
+  MK_DEVICE static void announce(Worker& w, uint64_t step) {
+    dev::store_release(&launch(w)->published, step);  // orders the header and the slots before the count
   }
 
   // One row for each slot past its prompt, then prompt tokens while there is room.

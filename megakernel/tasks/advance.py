@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megakernel.tasks.record import SAMPLE_RESULT, Field, Struct
+from megakernel.tasks.record import NONE, SAMPLE_RESULT, Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
 
 
@@ -29,7 +29,13 @@ class Advance(Task):
     name = "advance"
     body = "Advance"
     config = "AdvanceConfig"
-    fields = Struct("AdvanceFields", (Field("result", "u32", doc="offset in the workspace: SampleResult[kMaxRows]"),))
+    fields = Struct(
+        "AdvanceFields",
+        (
+            Field("result", "u32", doc="offset in the workspace: SampleResult[kMaxRows]"),
+            Field("logits", "u32", doc="offset in the workspace, or kNone; for a device that finds the largest by itself"),
+        ),
+    )
 
     @staticmethod
     def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
@@ -45,9 +51,11 @@ class Advance(Task):
 
     @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
-        return {"result": at.tensor(node.tensors["result"])}
+        logits = node.tensors.get("logits")
+        return {"result": at.tensor(node.tensors["result"]), "logits": NONE if logits is None else at.tensor(logits)}
 
 
-def node(name: str, *, result: str) -> TaskNode:
-    """The end of a step. Tensor `result`: what `sample` wrote."""
-    return TaskNode(name, Advance, AdvanceConfig(), 1, {"result": result})
+def node(name: str, *, result: str, logits: str | None = None) -> TaskNode:
+    """The end of a step. Tensor `result`: what `sample` wrote; `logits`: what it read."""
+    tensors = {"result": result} if logits is None else {"result": result, "logits": logits}
+    return TaskNode(name, Advance, AdvanceConfig(), 1, tensors)

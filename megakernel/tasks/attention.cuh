@@ -112,7 +112,8 @@ struct Attention {
       group_row += group_rows;
       if (group_row >= h.rows) return false;
       group_rows = 1;
-      while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == h.row[group_row].slot) ++group_rows;
+      const uint32_t slot = h.row[group_row].slot;
+      while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == slot) ++group_rows;
       piece = first_seen(h.row[group_row].position, fields->window) / kConfig.piece_tokens;
       piece_end = h.row[group_row + group_rows - 1].position / kConfig.piece_tokens + 1;
       return true;
@@ -181,7 +182,8 @@ struct Attention {
         const uint64_t index = uint64_t(row) * kHeads + at.head * kGroup + g;
         float* out = workspace<float>(w, f.partials) + (index * f.max_pieces + at.piece) * (kDim + 2);
         const uint32_t h = r * kGroup + g;
-        w.for_each(kDim, [&](uint32_t i, auto part) { dev::store(out + i, dev::load(s.acc + h * kDim + i, part), part); });
+        const float* acc = s.acc + h * kDim;
+        w.for_each(kDim, [&](uint32_t i, auto part) { dev::store(out + i, dev::load(acc + i, part), part); });
         if (w.lane() == 0) {
           out[kDim] = s.top[h];
           out[kDim + 1] = s.total[h];

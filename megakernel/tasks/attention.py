@@ -52,6 +52,7 @@ class Attention(Task):
     """Tile `g * splits + s`: share s of KV head g. See the module for the items of a tile."""
 
     name = "attention"
+    awaits_values = True
     body = "Attention"
     config = "AttentionConfig"
     fields = Struct(

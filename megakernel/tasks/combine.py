@@ -30,6 +30,7 @@ class Combine(Task):
     """Tile h is q head h of every row."""
 
     name = "combine"
+    awaits_values = True
     body = "Combine"
     config = "CombineConfig"
     fields = Struct(

@@ -29,6 +29,7 @@ class Embedding(Task):
     """Tile t writes columns `[t * tile_cols, (t + 1) * tile_cols)` of every row."""
 
     name = "embedding"
+    awaits_values = True
     body = "Embedding"
     config = "EmbeddingConfig"
     fields = Struct(
@@ -79,8 +80,8 @@ def node(
     name: str, *, cols: int, table: str, output: str, dtype: DType, scale: float = 1.0, tile_cols: int = 1024,
     positions: str | None = None, layer: int = -1,
 ) -> TaskNode:  # fmt: skip
-    """Embedding of `cols` columns. Weights `table` [vocab, cols] and `positions` [positions, cols], row-major in `dtype`;
-    tensor `output`: f32 [rows, cols]. `tile_cols` columns make a tile."""
+    """Embedding of `cols` columns. Weights `table` [vocab, cols] and `positions` [positions, cols], row-major in
+    `dtype`; tensor `output`: f32 [rows, cols]. `tile_cols` columns make a tile."""
     width = min(cols, tile_cols)
     return TaskNode(
         name, Embedding, EmbeddingConfig(dtype, positions is not None), -(-cols // width), {"output": output},

@@ -60,6 +60,7 @@ class Matmul(Task):
     """Tile t is rows `[t * tile_n, (t + 1) * tile_n)` of the packed weights; with glu it makes tile_n / 2 columns."""
 
     name = "matmul"
+    awaits_values = True
     body = "Matmul"
     config = "MatmulConfig"
     fields = Struct(
@@ -135,8 +136,8 @@ def node(
     Weight `weight`: packed by the target's layout in tiles of `tile_n` rows, each tile `units` units of `k_unit`
     columns (default: one unit, k rounded up to even); with `glu` it holds 2 n rows, gate and up interleaved by half
     tiles. `gamma` f32 [k] switches the norm on; `bias` f32 in packed row order, padded to whole tiles. Tensors are
-    f32: `input` [rows, k], `output` and `residual` [rows, n]. `residual`, `glu` and `activation` (of the output) exclude
-    each other. Raises LoweringError.
+    f32: `input` [rows, k], `output` and `residual` [rows, n]. `residual`, `glu` and `activation` (of the output)
+    exclude each other. Raises LoweringError.
     """
     if glu is not None and (residual is not None or tile_n % 2):
         raise LoweringError(f"matmul {name}: glu takes no residual and an even tile_n, got {residual!r}, {tile_n}")

@@ -120,7 +120,8 @@ def node(
         name, Norm, NormConfig(norming, beta is not None, residual is not None), -(-cols // width),
         {"input": input, "output": output, **({} if residual is None else {"residual": residual})},
         {key: value for key, value in optional if value is not None},
-        {"cols": cols, "split": first, "normed": first + second, "tile_cols": width}, {"eps": eps, "scale": scale}, layer,
+        {"cols": cols, "split": first, "normed": first + second, "tile_cols": width},
+        {"eps": eps, "scale": scale}, layer,
     )  # fmt: skip
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -249,6 +250,7 @@ RECORD = Struct(
         Field("tile_count", "u32"),
         Field("signal", "u32", doc="counter that gets +1 when all tiles are published; kNone for none"),
         Field("waits", WAIT, MAX_WAITS),
+        Field("reserved", "u32", doc="aligns the payload to 16 bytes"),
         Field("payload", "u8", RECORD_PAYLOAD, doc="the task's own fields"),
     ),
     pad_to=128,

@@ -11,10 +11,11 @@ import enum
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Mapping
+from typing import Any, ClassVar
 
 from megakernel.errors import LoweringError
 from megakernel.tasks.record import Struct
@@ -50,7 +51,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Variant:
-    """Compile-time choices and tunables of a task: becomes one named template argument. Fields: int, bool, float, Enum."""
+    """Compile-time choices and tunables of a task: becomes one named template argument.
+
+    Fields are int, bool, float or Enum."""
 
     def cpp(self) -> str:
         """C++ designated initialiser, e.g. `{.tile_n = 32, .epilogue = Epilogue::kResidual}`."""
@@ -120,6 +123,7 @@ class Task(ABC):
     body: ClassVar[str]  # C++ template in namespace megakernel::tasks, parameter: the variant
     config: ClassVar[str]  # C++ type of the variant
     fields: ClassVar[Struct]  # the record's payload
+    awaits_values: ClassVar[bool] = False  # its device half can wait for such elements, see `by_value`
 
     @staticmethod
     @abstractmethod
@@ -144,7 +148,7 @@ class Task(ABC):
     @staticmethod
     def by_value(node: TaskNode) -> bool:
         """Whether the elements that this node writes may say by themselves whether they have been written: each is a
-        float, written once a step, and whoever reads it can wait for it."""
+        float, written once a step."""
         return False
 
 
@@ -158,7 +162,8 @@ def all_tasks() -> dict[str, type[Task]]:
         module = importlib.import_module(f"megakernel.tasks.{info.name}")
         own = [
             v for v in vars(module).values()
-            if isinstance(v, type) and issubclass(v, Task) and v is not Task and v.__module__ == module.__name__
+            if issubclass(type(v), type)  # `Array = NDArray[Any]` says that it is a type in Python 3.10
+            and issubclass(v, Task) and v is not Task and v.__module__ == module.__name__
         ]  # fmt: skip
         for task in own:
             found[task.name] = task

@@ -11,7 +11,7 @@ import pytest
 
 from megakernel import LLM
 from megakernel.checkpoint import open_checkpoint
-from tests.models.families import Array, find, ids_of, reference, save
+from tests.models.families import Array, Case, config_of, find, ids_of, reference, save
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,17 @@ class Subject:
     expected: Array
 
 
+def make(case: Case, folder: Path) -> Subject:
+    """A model, saved in `folder`."""
+    model = case.model()
+    path = save(model, folder)
+    with open_checkpoint(path) as checkpoint:
+        weights = {tensor: checkpoint.read(tensor) for tensor in checkpoint.names()}
+        config = dict(checkpoint.config)
+    ids = ids_of(model)
+    return Subject(path, config, config_of(model), weights, ids, reference(model, ids))
+
+
 @pytest.fixture(scope="session")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
     pytest.importorskip("torch")
@@ -34,14 +45,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject
 
     def get(name: str) -> Subject:
         if name not in made:
-            model = find(name).model()
-            path = save(model, tmp_path_factory.mktemp("models") / name)
-            with open_checkpoint(path) as checkpoint:
-                weights = {tensor: checkpoint.read(tensor) for tensor in checkpoint.names()}
-                config = dict(checkpoint.config)
-            full = {**model.config.to_dict(), "architectures": [type(model).__name__]}
-            ids = ids_of(model)
-            made[name] = Subject(path, config, full, weights, ids, reference(model, ids))
+            made[name] = make(find(name), tmp_path_factory.mktemp("models") / name)
         return made[name]
 
     return get

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ from megakernel.builder.kernel import kernel_source, variant_text, variants_of
 from megakernel.device.cpu import CpuDevice
 from megakernel.device.device import Buffer
 from megakernel.tasks.record import (
-    ARGS, COUNTER_STRIDE, FAULT, LAUNCH, MAILBOX, NONE, OPCODE_END, RECORD, SLOT, STEP, TOKEN_RING, abi_hash,
+    ARGS,
+    COUNTER_STRIDE,
+    FAULT,
+    LAUNCH,
+    MAILBOX,
+    NONE,
+    OPCODE_END,
+    RECORD,
+    SLOT,
+    STEP,
+    TOKEN_RING,
+    abi_hash,
 )  # fmt: skip
 from megakernel.tasks.task import Addresses, DType, TaskNode, all_fields
 
@@ -173,7 +185,7 @@ class Machine:
 def deal(node: TaskNode, workers: int) -> list[list[tuple[TaskNode, int, int]]]:
     """Tiles of a node in near-equal ranges."""
     edges = [node.tiles * w // workers for w in range(workers + 1)]
-    return [[(node, a, b - a)] if b > a else [] for a, b in zip(edges, edges[1:])]
+    return [[(node, a, b - a)] if b > a else [] for a, b in pairwise(edges)]
 
 
 def run_node(

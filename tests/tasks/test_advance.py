@@ -12,8 +12,20 @@ import pytest
 
 from megakernel.tasks import advance, sample
 from megakernel.tasks.record import (
-    FAULT, LAUNCH, MAILBOX, RECORD, SAMPLE_RESULT, SLOT, STEP, TOKEN_RING, CommandKind, EventKind, ExitReason,
-    FaultKind, Finish, SlotStatus,
+    FAULT,
+    LAUNCH,
+    MAILBOX,
+    RECORD,
+    SAMPLE_RESULT,
+    SLOT,
+    STEP,
+    TOKEN_RING,
+    CommandKind,
+    EventKind,
+    ExitReason,
+    FaultKind,
+    Finish,
+    SlotStatus,
 )  # fmt: skip
 from megakernel.tasks.task import Addresses, TaskNode
 

@@ -75,7 +75,8 @@ def expected(case: Case, inputs: Inputs) -> Array:
         x, inputs.parts[0].astype(np.float32), gamma=inputs.gamma if case.norm else None, eps=1e-5,
         bias=inputs.biases[0] if case.bias else None, residual=inputs.residual if case.residual else None,
         up=inputs.parts[1].astype(np.float32) if case.glu is not None else None,
-        up_bias=inputs.biases[1] if case.bias else None, activation=case.glu or case.activation or matmul.Activation.SILU,
+        up_bias=inputs.biases[1] if case.bias else None,
+        activation=case.glu or case.activation or matmul.Activation.SILU,
         scale=case.scale, softcap=case.softcap, activated=case.activation is not None,
     )  # fmt: skip
 

@@ -97,7 +97,8 @@ def test_embedding(case: embedding.Case) -> None:
     tokens, places = rng.integers(0, case.vocab, case.rows), rng.permutation(64)[: case.rows]
     binary, nodes = kernel()
     out = run_node(
-        binary, nodes, embedding_of(case), Rows(tuple((int(t), 0, int(p), 0) for t, p in zip(tokens, places))), workers=2,
+        binary, nodes, embedding_of(case), Rows(tuple((int(t), 0, int(p), 0) for t, p in zip(tokens, places))),
+        workers=2,
         weights={"table": table, "positions": positions}, tensors={"y": blank(case.rows, case.cols)},
     )  # fmt: skip
     want = embedding.reference(table, tokens, case.scale, positions[places] if case.positions else None)

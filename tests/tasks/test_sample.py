@@ -51,7 +51,8 @@ def test_embedding(case: embedding.Case) -> None:
 def slots_of(params: Params, count: int) -> Array:
     slots = np.zeros(count, SLOT.dtype)
     o = slots["sampling"]
-    for key in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_k"):
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    for key in ("temperature", "top_p", "min_p", "top_k", *penalties):
         o[key] = getattr(params, key)
     o["top_logprobs"], o["logprobs"] = params.top_logprobs, 1
     o["seed_low"], o["seed_high"] = params.seed & 0xFFFFFFFF, params.seed >> 32

@@ -182,11 +182,11 @@ def test_other_families(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "m.gguf") as checkpoint:
         norm = checkpoint.read("model.layers.0.pre_feedforward_layernorm.weight")
         np.testing.assert_array_equal(norm, expected["blk.0.ffn_norm.weight"] - 1)
-    write_llama(tmp_path / "m.gguf", arch="starcoder2")
+    write_llama(tmp_path / "m.gguf", arch="phi2")
     with open_checkpoint(tmp_path / "m.gguf") as checkpoint:
-        assert checkpoint.config["architectures"] == ["starcoder2"]
+        assert checkpoint.config["architectures"] == ["phi2"]
         assert "model.layers.0.self_attn.q_proj.weight" in checkpoint.names()  # from the gguf package's table
-        assert "blk.0.ffn_gate.weight" in checkpoint.names()  # starcoder2 has no gate: kept, for an error to show
+        assert "blk.0.ffn_gate.weight" in checkpoint.names()  # phi2 has no gate: kept, for an error to show
 
 
 def test_generation_defaults(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ A machine without a clang for AMD fails here, it does not skip: `pip install zig
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 from megakernel.builder.build import make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
+from megakernel.builder.kernel import kernel_source
 from megakernel.device import hip
 from megakernel.device.code_object import KernelReport, kernel_report, metadata, symbol_bytes
 from megakernel.device.hip_compiler import WAVES, compile_assembly, compile_flags, find_compiler, link_assembly
@@ -64,10 +66,10 @@ class Built:
     report: KernelReport
 
 
-def build(target: str, folder: Path, **options: Any) -> Built:
-    plan = make_plan(TINY, find_target(target), dtype="bf16", max_context=200)
+def build(target: str, folder: Path, dtype: str = "bf16") -> Built:
+    plan = make_plan(TINY, find_target(target), dtype=dtype, max_context=200)
     compiler = find_compiler()
-    text = compile_assembly(plan_source(plan, **options), INCLUDE, compiler)
+    text = compile_assembly(plan_source(plan), INCLUDE, compiler)
     path = folder / f"{target}.s"
     path.write_text(text)
     code = link_assembly(path, find_target(target), compiler)
@@ -132,10 +134,20 @@ def test_every_wave_drains_its_stores_before_the_group_meets(kernels: dict[str, 
 def test_compile_through_the_device_interface(tmp_path: Path) -> None:
     """What `megakernel build --target gfx1100` does; with chaos on, so that those lines compile too."""
     device = hip.HipDevice(None, "no GPU here")
-    plan = make_plan(TINY, find_target("gfx1100"), dtype="f32", max_context=200)
-    device.compile(plan_source(plan, chaos=True), INCLUDE, tmp_path / "kernel.bin")
+    nodes = make_plan(TINY, find_target("gfx1100"), dtype="f32", max_context=200).lowered.nodes
+    few = [nodes[0], nodes[1], nodes[-1]]  # a short compilation: the first matmul is enough
+    device.compile(kernel_source(few, find_target("gfx1100"), chaos=True), INCLUDE, tmp_path / "kernel.bin")
     report = hip.report_of(tmp_path / "kernel.bin")
     assert report.architecture == "gfx1100" and report.scratch_bytes == 0 and report.vgpr_spills == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("target", AMD)
+def test_other_types_compile_without_spills(target: str, dtype: str, tmp_path: Path) -> None:
+    made = build(target, tmp_path, dtype=dtype)
+    assert made.report.vgpr_spills == 0 and made.report.scratch_bytes == 0, made.report
+    assert made.report.lds_bytes <= LDS_LIMIT[target]
 
 
 def test_compiler_id_names_target_and_flags() -> None:
@@ -145,8 +157,6 @@ def test_compiler_id_names_target_and_flags() -> None:
 
 
 def test_a_compile_error_carries_the_log(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     source = plan_source(make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200))
     with pytest.raises(BuildError, match="no_such_name"):
         hip.HipDevice(None).compile(replace(source, text="int x = no_such_name;"), INCLUDE, tmp_path / "k")
@@ -154,9 +164,9 @@ def test_a_compile_error_carries_the_log(tmp_path: Path) -> None:
 
 
 def test_a_library_function_fails_at_link(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    text = '__attribute__((device)) float f(float);\nextern "C" __attribute__((global)) void k(float* p) { *p = f(*p); }'
+    text = (
+        '__attribute__((device)) float f(float);\nextern "C" __attribute__((global)) void k(float* p) { *p = f(*p); }'
+    )
     source = replace(plan_source(make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200)), text=text)
     with pytest.raises(BuildError, match="undefined"):
         hip.HipDevice(None).compile(source, INCLUDE, tmp_path / "k")
@@ -230,8 +240,6 @@ class FakeHip(types.ModuleType):
         return OK, pointer
 
     def hipMemcpyAsync(self, to: int, source: int, size: int, _kind: int, _stream: Any) -> Any:
-        import ctypes
-
         ctypes.memmove(to, source, size)
         return (OK,)
 
@@ -289,7 +297,9 @@ def test_why_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "hip-python is not installed" in hip.devices()[0].availability().reason
 
 
-def test_the_python_side_of_a_launch(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Built], tmp_path: Path) -> None:
+def test_the_python_side_of_a_launch(
+    monkeypatch: pytest.MonkeyPatch, kernels: dict[str, Built], tmp_path: Path
+) -> None:
     fake = FakeHip()
     imitate(monkeypatch, fake)
     (device,) = hip.devices()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -101,7 +102,11 @@ def test_the_command_line_needs_no_extra() -> None:
 def test_top_level_imports_are_dependencies() -> None:
     """A module that is imported when a file is loaded belongs to the core's dependencies; others are imported late."""
     wanted = {d.split(">")[0].split("=")[0].replace("-", "_") for d in project()["project"]["dependencies"]}
+    late = {
+        "serve": {"fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "httpx", "anyio"}
+    }
     for path in PACKAGE.rglob("*.py"):
+        extra = late.get(path.parent.name, set())
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import):
                 names = [a.name for a in node.names]
@@ -110,7 +115,7 @@ def test_top_level_imports_are_dependencies() -> None:
             else:
                 continue
             for name in (n.split(".")[0] for n in names):
-                known = name in sys.stdlib_module_names or name in wanted or name == "megakernel"
+                known = name in sys.stdlib_module_names or name in wanted | extra or name == "megakernel"
                 assert known, f"{path.relative_to(ROOT)} imports {name}, which is no dependency"
 
 
@@ -122,3 +127,30 @@ def test_versions_agree() -> None:
 
 def test_ci_runs_the_tests() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_docs_name_every_command_and_setting() -> None:
+    from megakernel.cli import app
+
+    text = (ROOT / "docs" / "cli.md").read_text() + (ROOT / "README.md").read_text()
+    commands = [c.name or (c.callback.__name__ if c.callback else "") for c in app.registered_commands]
+    assert len(commands) >= 7
+    for name in commands:
+        assert f"`{name}" in text or f"`megakernel {name}" in text, f"docs/cli.md says nothing of {name}"
+    for name in set(re.findall(r"MEGAKERNEL_[A-Z_]+", (PACKAGE / "settings.py").read_text())):
+        assert f"`{name}`" in text, f"docs/cli.md says nothing of {name}"
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """Paths in code marks that begin with a folder of the tree."""
+    for name in re.findall(
+        r"`((?:megakernel|models|tests|bench|docs|builder|scheduler|tasks|device)/[\w./-]+\.\w+)`", page.read_text()
+    ):
+        assert any((base / name).exists() for base in (ROOT, PACKAGE)), f"{page.name} names {name}, which is not there"

@@ -18,7 +18,8 @@ LAYERS: dict[str, int] = {
     "checkpoint": 2, "graph": 2, "interpret": 2, "operators": 2, "rope": 2, "models": 2, "architectures": 2,
     "scheduler": 2, "device": 2, "devices": 3, "origin": 3, "text": 3,
     "builder": 4,
-    "faults": 5, "runtime": 5, "kv_cache": 5, "sampling": 5, "request": 5, "engine": 6, "opening": 6, "probe": 6, "timeline": 6,
+    "faults": 5, "runtime": 5, "kv_cache": 5, "sampling": 5, "request": 5,
+    "engine": 6, "opening": 6, "probe": 6, "timeline": 6,
     "output": 7, "llm": 8, "bench": 9, "bisect": 9, "serve": 9, "cli": 10,
     "__main__": 11, "__init__": 11,
 }  # fmt: skip

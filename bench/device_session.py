@@ -1,0 +1,281 @@
+"""What a session on a GPU runs: checks of tiny models against float32, and step times of published shapes.
+
+python -m bench.device_session check
+python -m bench.device_session time llama-3.2-1b 32 512 4096
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megakernel import runtime as runtime_module
+from megakernel.architectures import random_weights, shape_config
+from megakernel.builder.build import build_graph, build_program
+from megakernel.builder.program import Manifest, Program
+from megakernel.device.cuda import CudaDevice, Tunables
+from megakernel.devices import open_device
+from megakernel.errors import DeviceFault
+from megakernel.probe import FORCED, forced_logits
+from megakernel.runtime import Runtime
+from megakernel.sampling import SamplingParams
+from megakernel.tasks.record import SAMPLING, SLOT, CommandKind, SlotStatus
+
+CEILING_GBPS = 4556.0
+TUNABLES: dict[str, int] = {}  # of the kernel, from the command line: name=value
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "tiny-llama": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 544,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1003,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    },
+    "tiny-qwen3": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 320, "intermediate_size": 768,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 517,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+        "hidden_act": "silu", "attention_bias": False,
+    },
+}  # fmt: skip
+
+
+def build(config: Mapping[str, Any], **options: Any) -> tuple[Any, Program]:
+    device = open_device("cuda")
+    assert isinstance(device, CudaDevice)
+    device.tunables = Tunables(**TUNABLES)
+    target = device.target.with_workers(options.pop("workers", device.target.workers))
+    began = time.perf_counter()
+    program = build_program(config, target, device, cache=Path(tempfile.gettempdir()) / "megakernel", **options)
+    print(
+        f"  built in {time.perf_counter() - began:.1f} s: {program.manifest.queue_length} records a worker", flush=True
+    )
+    return device, program
+
+
+def admit(
+    run: Runtime, slot: int, prompt: Sequence[int], limit: int, start: int = 0, params: Mapping[str, Any] = {}
+) -> None:
+    """Put a sequence into a slot; with `start` its first tokens count as computed."""
+    m = run.manifest
+    pages = m.pages_per_slot
+    run.set_pages(slot, range(slot * pages, slot * pages + -(-min(limit + 1, m.max_context) // m.page_tokens)))
+    run.set_prompt(slot, prompt)
+    sampling = np.frombuffer(SAMPLING.pack(SamplingParams(**params).fields(seed=7)), SAMPLING.dtype)[0]
+    state = {
+        "status": SlotStatus.ACTIVE, "request": FORCED - slot, "prompt_length": max(start, len(prompt)), "limit": limit,
+        "position": start, "last_token": prompt[-1], "sampling": sampling,
+    }  # fmt: skip
+    packed = np.frombuffer(SLOT.pack(state), SLOT.dtype)[0]
+    run.post({"kind": CommandKind.ADMIT, "slot": slot, "request": FORCED - slot, "state": packed})
+
+
+def generate(run: Runtime, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Greedy tokens of several sequences at once."""
+    run.reset()
+    for slot, prompt in enumerate(prompts):
+        admit(run, slot, prompt, len(prompt) + count)
+    out: list[list[int]] = [[] for _ in prompts]
+    run.launch(10_000)
+    run.finish(60.0)
+    for e in run.events():
+        out[int(e["slot"])].append(int(e["token"]))
+    return out
+
+
+def check_one(name: str) -> None:
+    config = TINY[name]
+    print(f"{name}:")
+    device, program = build(config, dtype="bf16", max_context=1024, max_slots=4)
+    graph = build_graph(config)
+    weights = random_weights(graph, seed=3, dtype="bf16")
+    run = Runtime(program, device, weights.read, spin_budget_ns=2_000_000_000)
+    rng = np.random.default_rng(0)
+    try:
+        for length, start in ((1, 0), (20, 0), (40, 32), (300, 290), (700, 690)):
+            ids = [int(i) for i in rng.integers(0, program.manifest.vocab, length)]
+            run.reset()
+            got = forced_logits(run, ids, start)
+            want = graph.interpret(weights, ids)["logits"].numpy()[start:]
+            error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+            print(
+                f"  tokens {length} from {start}: error {error.max():.2e} (mean {error.mean():.2e}), nan {np.isnan(got).any()}",
+                flush=True,
+            )
+            if error.max() > 0.05 and length <= 40:
+                find_bad(run, graph, weights, ids)
+        prompts = [[int(i) for i in rng.integers(0, program.manifest.vocab, n)] for n in (5, 17, 40, 1)]
+        alone = [generate(run, [p], 24)[0] for p in prompts]
+        print(
+            "  in a batch:", "equal" if generate(run, prompts, 24) == alone else "DIFFERENT", alone[0][:8], flush=True
+        )
+        again = {tuple(generate(run, [prompts[1]], 100)[0]) for _ in range(20)}
+        print(f"  20 runs of 100 tokens: {len(again)} different", flush=True)
+    except DeviceFault as e:
+        print("  FAULT", e)
+    finally:
+        run.close()
+
+
+def find_bad(run: Runtime, graph: Any, weights: Any, ids: Sequence[int]) -> None:
+    """Relative error of every stored tensor after the last step, against the interpreter."""
+    want = graph.interpret(weights, ids, keep="all")
+    for t in run.manifest.tensors:
+        if t.name in want and t.dtype == "f32":
+            got = run.tensor(t.name)[0]
+            ref = want[t.name].numpy()[-1]
+            print(f"    {t.name}: {np.linalg.norm(got - ref) / np.linalg.norm(ref):.2e}  nan {np.isnan(got).sum()}")
+
+
+def random_pack(manifest: Manifest, target: Any, read: Any, write: Any, progress: Any = None) -> None:
+    """Small vectors and tables as they should be; the matrices are filled by `randomise`."""
+    from megakernel.builder.weights import _slabs
+
+    for weight in manifest.weights:
+        if weight.kind in ("vector", "cos", "sin"):
+            at = weight.offset
+            for data in _slabs(weight, manifest, target, read):
+                write(at, data)
+                at += data.nbytes
+
+
+def randomise(run: Runtime) -> None:
+    """Fill matrices, tables and KV pages with normal numbers, on the GPU."""
+    import torch
+
+    def view(name: str) -> Any:
+        b = run.buffer(name)
+        holder = type("Holder", (), {})()
+        holder.__cuda_array_interface__ = {
+            "shape": (b.bytes // 2,),
+            "typestr": "<i2",
+            "data": (b.address, False),
+            "version": 3,
+        }
+        return torch.as_tensor(holder, device="cuda").view(torch.bfloat16)
+
+    torch.manual_seed(1)
+    data = view("weights")
+    for w in run.manifest.weights:
+        if w.kind in ("matrix", "interleaved", "table"):
+            data[w.offset // 2 : (w.offset + w.bytes) // 2].normal_(0.0, 0.02)
+    view("kv").normal_(0.0, 1.0)
+    torch.cuda.synchronize()
+
+
+def time_shape(name: str, contexts: Sequence[int], steps: int = 120, **options: Any) -> None:
+    config = shape_config(name)
+    print(f"{name}:")
+    device, program = build(config, dtype="bf16", max_context=max(contexts) + 2 * steps, max_slots=1, **options)
+    original, runtime_module.pack_weights = runtime_module.pack_weights, random_pack
+    try:
+        weights = random_weights(build_graph(config), seed=0, dtype="bf16")
+        run = Runtime(program, device, weights.read, spin_budget_ns=1_000_000_000)
+    finally:
+        runtime_module.pack_weights = original
+    m = program.manifest
+    try:
+        for context in contexts:
+            run.reset()
+            randomise(run)
+            admit(run, 0, [1], context + steps, start=context)
+            began = time.perf_counter()
+            run.launch(steps + 8)
+            report = run.finish(30.0)
+            wall = time.perf_counter() - began
+            events = run.events()
+            gaps = np.diff(events["time_ns"].astype(np.int64))[10:] / 1000.0
+            kv = m.kv_layers * m.kv_heads * 2 * m.head_dim * 2 * context
+            floor = (m.stream_bytes + kv) / CEILING_GBPS / 1e3
+            us = float(np.median(gaps))
+            print(
+                f"  context {context}: {us:.1f} us ({gaps.min():.1f} to {gaps.max():.1f}), floor {floor:.1f}, "
+                f"{us / floor:.3f} of it; {report.tokens_out} tokens, wall {wall * 1e6 / max(1, len(events)):.1f} us each, "
+                f"hash {hash(tuple(int(t) for t in events['token'])) & 0xFFFFFF:06x}", flush=True,
+            )  # fmt: skip
+    except DeviceFault as e:
+        print("  FAULT", e)
+    finally:
+        run.close()
+
+
+POINTS = ("start", "weights", "input", "end", "end7", "store0", "store", "copy0", "copy")
+
+
+def trace_shape(name: str, context: int, steps: int = 40) -> None:
+    """Where the time of a step goes: per node, medians over layers of when the last and the mean worker passed a point."""
+    config = shape_config(name)
+    device, program = build(config, dtype="bf16", max_context=context + 2 * steps, max_slots=1, trace=True)
+    original, runtime_module.pack_weights = runtime_module.pack_weights, random_pack
+    try:
+        weights = random_weights(build_graph(config), seed=0, dtype="bf16")
+        run = Runtime(program, device, weights.read, spin_budget_ns=1_000_000_000)
+    finally:
+        runtime_module.pack_weights = original
+    m = program.manifest
+    size = m.workers * 16 * 256
+    run._buffers["trace"] = device.allocate(size * 8)
+    run.reset()
+    randomise(run)
+    device.fill(run._buffers["trace"], 0)
+    admit(run, 0, [1], context + steps, start=context)
+    run.launch(steps - 2)
+    run.finish(30.0)
+    gaps = np.diff(run.events()["time_ns"].astype(np.int64))[10:] / 1000.0
+    print(f"{name}, context {context}: {np.median(gaps):.1f} us with the timeline on")
+    raw = device.download(run._buffers["trace"], 0, size * 8).view(np.int64).reshape(m.workers, 16, 256)
+    node_of = np.where(program.records["opcode"] == 0xFFFF, -1, program.records["node"].astype(np.int64))
+    first = None
+    table: dict[str, list[list[float]]] = {}
+    previous = None
+    for node, info in enumerate(m.nodes):
+        at = [(w, i) for w, i in zip(*np.nonzero(node_of == node))]
+        times = np.array([[raw[w, p, i] for p in range(9)] for w, i in at], np.float64)
+        times[times == 0] = np.nan
+        first = np.nanmin(times[:, 0]) if first is None else first
+        with np.errstate(all="ignore"):
+            ends = np.fmax(times[:, 3], times[:, 6])
+        base = first if previous is None else previous
+        row = [len(at)]
+        for p in (1, 2, 3, 6, 7, 8):
+            row += (
+                [np.nanmean(times[:, p]) - base, np.nanmax(times[:, p]) - base]
+                if not np.isnan(times[:, p]).all()
+                else [np.nan, np.nan]
+            )
+        table.setdefault(f"{info.task} {info.name.split('.')[-1]}", []).append(row)
+        previous = np.nanmax(ends)
+    print(
+        f"  whole: {(previous - first) / 1000:.1f} us; microseconds after the last end of the node before: mean, last"
+    )
+    print("  " + " " * 32 + "  n " + "".join(f"{POINTS[p]:>15s}" for p in (1, 2, 3, 6, 7, 8)))
+    for key, rows in table.items():
+        r = np.nanmedian(np.array(rows)[1:] if len(rows) > 2 else np.array(rows), axis=0)
+        print(
+            f"  {key:32s} {int(r[0]):3d} "
+            + "".join(f"{r[i] / 1000:8.2f}{r[i + 1] / 1000:7.2f}" for i in range(1, 13, 2))
+        )
+    run.close()
+
+
+def main(argv: Sequence[str]) -> None:
+    for word in [a for a in argv if "=" in a]:
+        name, value = word.split("=")
+        TUNABLES[name] = int(value)
+    argv = [a for a in argv if "=" not in a]
+    if argv[0] == "check":
+        for name in argv[1:] or TINY:
+            check_one(name)
+    elif argv[0] == "trace":
+        trace_shape(argv[1], int(argv[2]))
+    elif argv[0] == "time":
+        time_shape(argv[1], [int(c) for c in argv[2:]] or [32, 512])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

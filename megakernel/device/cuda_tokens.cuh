@@ -1,0 +1,103 @@
+// The end of a step. A row that wants its largest logit and nothing else needs no pass over the logits: the workers that
+// made them have each found their largest.
+#pragma once
+
+namespace megakernel::dev {
+
+MK_DEVICE bool wants_largest_only(const Worker& w, uint32_t sampled) {
+  const abi::Row& row = w.header->row[w.header->sample_row[sampled]];
+  const abi::Sampling& o = tasks::at<const abi::SlotState>(w.args.slots)[row.slot].sampling;
+  return o.temperature == 0.0f && o.repetition_penalty == 1.0f && o.presence_penalty == 0.0f &&
+         o.frequency_penalty == 0.0f && o.logprobs == 0 && o.top_logprobs == 0;
+}
+
+template <tasks::SampleConfig kConfig>
+struct Core<tasks::Sample<kConfig>> {
+  using Task = tasks::Sample<kConfig>;
+  static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
+
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+    Consumer c;
+    c.set(state);
+    Worker& w = c.w;
+    const abi::Record& record = *w.record;
+    const uint32_t end = tasks::least(record.tile_begin + record.tile_count, w.header->sampled);
+    bool waited = false;
+#pragma unroll 1
+    for (uint32_t s = record.tile_begin; s < end; ++s) {
+      if (wants_largest_only(w, s)) continue;  // `advance` finds it
+      if (!waited) wait_counters(w, record);
+      waited = true;
+      abi::Record one = record;
+      one.tile_begin = s;
+      one.tile_count = 1;
+      Task::execute(w, one, fields_of<Task>(record));
+      w.sync();
+      if (block().failed) asm volatile("exit;");
+    }
+    if (record.signal == abi::kNone) return c.state();
+    w.sync();
+    if (w.lane() == 0) signal_counter(w, record);
+    return c.state();
+  }
+};
+
+template <tasks::AdvanceConfig kConfig>
+struct Core<tasks::Advance<kConfig>> {
+  using Task = tasks::Advance<kConfig>;
+  using Fields = abi::AdvanceFields;
+  static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
+
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+    Consumer c;
+    c.set(state);
+    Worker& w = c.w;
+    const abi::Record& record = *w.record;
+    const Fields& f = fields_of<Task>(record);
+    const uint32_t sampled = w.header->sampled;
+    uint64_t posted = 0;
+    if (w.lane() == 0) posted = load_system(&tasks::at<abi::Mailbox>(w.args.mailbox)->posted);  // it is far: ask now
+    bool all = true;
+#pragma unroll 1
+    for (uint32_t s = 0; s < sampled; ++s) {
+      const bool quick = f.logits != abi::kNone && wants_largest_only(w, s);
+      all = all && quick;
+      if (quick && s % kConsumers == w.warp()) take_largest(w, f, s);
+    }
+    if (!all) wait_counters(w, record);
+    if (w.lane() == 0) block().posted = posted;
+    w.sync();
+    if (block().failed) asm volatile("exit;");
+    Task::execute(w, record, f);
+    w.sync();
+    return c.state();
+  }
+
+  // Waits until the workers' shares are all of the vocabulary.
+  MK_DEVICE static void take_largest(Worker& w, const Fields& f, uint32_t s) {
+    const uint32_t tiles = (w.args.vocab + 7) / 8;
+    uint64_t best = 0;
+    w.spin([&] {
+      uint32_t seen = 0;
+      best = 0;
+      for (uint32_t i = w.warp_lane(); i < w.args.workers; i += 32) {
+        const Quad v = load_quad(Largest::at(w, f.logits, s, i));
+        const uint64_t key = uint64_t(v.y) << 32 | v.x;
+        if (key == ~uint64_t(0) || v.z == kInvalid) continue;
+        seen += v.z;
+        if (key > best) best = key;
+      }
+      return __reduce_add_sync(0xffffffffu, seen) == tiles;
+    }, abi::FaultKind::kValueBudget, s);
+    best = Largest::of_warp(best);
+    if (w.warp_lane() != 0) return;
+    const abi::Row& row = w.header->row[w.header->sample_row[s]];
+    if (best >= Largest::kNotFinite) return w.fault(abi::FaultKind::kNanLogits, s, abi::kNone, row.slot, row.position);
+    abi::SampleResult& out = tasks::workspace<abi::SampleResult>(w, f.result)[s];
+    out.token = int32_t(Largest::column(best));
+    out.logprob = 0.0f;
+    out.top_count = 0;
+  }
+};
+
+}  // namespace megakernel::dev

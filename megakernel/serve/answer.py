@@ -1,0 +1,164 @@
+"""One generation as an HTTP response: whole, or a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megakernel.errors import ApiError, CapacityError, DeviceFault, EngineClosed, InvalidRequest
+from megakernel.serve.generation import Generation, Update
+from megakernel.serve.replies import DONE, Form, dumps, event, usage
+
+log = logging.getLogger("megakernel.serve")
+GRACE_S = 5.0  # past the deadline, for telling the client so
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """OpenAI's form."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of an error of the engine."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, (InvalidRequest, CapacityError)):  # "field: expected ..."
+        field = str(error).split(":", 1)[0]
+        return ApiError(400, str(error), param=field if field.isidentifier() else None)
+    if isinstance(error, DeviceFault):
+        return ApiError(500, f"the kernel stopped: {error}", kind="server_error", code="device_fault")
+    if isinstance(error, EngineClosed):
+        return ApiError(
+            503, f"the engine ended: {error}", kind="service_unavailable", code="not_ready", retry_after_s=1
+        )
+    return ApiError(500, f"{type(error).__name__} in the server", kind="server_error", code="internal_error")
+
+
+async def send_json(send: Send, status: int, value: Any, retry_after_s: int | None = None) -> None:
+    body = dumps(value)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if retry_after_s is not None:
+        headers.append((b"retry-after", str(retry_after_s).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    await send_json(send, error.status, error_body(error), error.retry_after_s)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an Answer needs besides its generation. `on_end` gets the generation once; `left` when the client left."""
+
+    form: Form
+    prompt_tokens: int
+    stream: bool
+    include_usage: bool
+    deadline_s: float
+    on_end: Callable[[Generation], None]
+    left: Callable[[], None]
+
+
+class Answer(Response):
+    """Sends a generation. A client that leaves, and the deadline, end its requests within a step."""
+
+    def __init__(self, generation: Generation, told: Told) -> None:
+        super().__init__()
+        self._generation = generation
+        self._told = told
+        self._began = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        late = ApiError(
+            504, f"the request took longer than {self._told.deadline_s:g} s", kind="timeout_error", code="deadline"
+        )
+        deadline = loop.call_later(self._told.deadline_s, self._generation.abort, late)
+        stuck = loop.call_later(self._told.deadline_s + GRACE_S, task.cancel)  # in a send that nobody reads
+        watch = asyncio.ensure_future(self._watch(receive))
+        try:
+            await (self._stream(send) if self._told.stream else self._whole(send))
+            self._told.on_end(self._generation)
+        except Exception as e:
+            error = as_api_error(e)
+            if error.code == "internal_error":
+                log.exception("answering failed")
+            await self._tell(send, error)
+        finally:
+            deadline.cancel()
+            stuck.cancel()
+            watch.cancel()
+            self._generation.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._told.left()
+        self._generation.abort(ApiError(499, "the client left", code="client_disconnected"))
+
+    async def _tell(self, send: Send, error: ApiError) -> None:
+        with suppress(OSError):
+            if not self._began:
+                await send_error(send, error)
+            else:
+                await send({"type": "http.response.body", "body": event(dumps(error_body(error)))})
+
+    # ------------------------------------------------------------------------------------------ the two kinds
+    async def _whole(self, send: Send) -> None:
+        async for _ in self._generation.updates():
+            pass
+        choices = [
+            self._told.form.choice(i, c.text.text, c.tokens, c.finish_reason)
+            for i, c in enumerate(self._generation.choices)
+        ]
+        self._began = True
+        await send_json(send, 200, self._told.form.whole(choices, self._used()))
+
+    async def _stream(self, send: Send) -> None:
+        form, opened = self._told.form, set[int]()
+        async for updates in self._generation.updates():
+            parts = []
+            for update in updates:
+                if update.choice not in opened:
+                    opened.add(update.choice)
+                    parts.append(form.opening(update.choice))
+                parts += self._chunks(form, update)
+            body = b"".join(parts)
+            if body:
+                await self._begin(send)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._begin(send)
+        last = form.usage_chunk(self._used()) if self._told.include_usage else b""
+        await send({"type": "http.response.body", "body": last + DONE})
+
+    async def _begin(self, send: Send) -> None:
+        """Headers go with the first token: an error before it still has its own status."""
+        if not self._began:
+            self._began = True
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+
+    def _chunks(self, form: Form, update: Update) -> list[bytes]:
+        wanted = self._generation.choices[update.choice].request.params.logprobs is not None
+        out = []
+        if update.delta or (wanted and update.tokens):
+            out.append(form.chunk(update.choice, update.delta, update.tokens, None))
+        if update.finish_reason is not None:
+            out.append(form.chunk(update.choice, "", (), update.finish_reason))
+        return out
+
+    def _used(self) -> dict[str, int]:
+        return usage(self._told.prompt_tokens, sum(len(c.tokens) for c in self._generation.choices))

@@ -1,0 +1,121 @@
+"""The process: a socket, an event loop, signals."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from megakernel.errors import MegakernelError, SettingsError
+from megakernel.serve.app import make_app
+from megakernel.serve.host import Host, Model
+from megakernel.serve.options import ServeOptions
+
+log = logging.getLogger("megakernel.serve")
+HEADER_BYTES = 64 << 10  # of one request's line and headers
+UNREAD_MS = 60_000  # a client that takes nothing of what was sent for so long is gone
+BACKLOG = 2048
+
+
+class Server(uvicorn.Server):
+    """The first SIGTERM or SIGINT drains, the second ends at once; the process ends with 0 after a drain."""
+
+    def __init__(self, config: uvicorn.Config, host: Host) -> None:
+        super().__init__(config)
+        self._host = host
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self._host.draining = True
+        self.should_exit = True
+        log.info("%s: %d sequences run or wait", signal.Signals(sig).name, self._host.outstanding)
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """The socket. Raises SettingsError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)  # accepted sockets inherit it
+        made.bind((options.host, options.port))
+        made.listen(BACKLOG)
+    except OSError as e:
+        made.close()
+        raise SettingsError(f"cannot listen on {options.host} port {options.port}: {e.strerror or e}") from e
+    return made
+
+
+def make_server(host: Host) -> Server:
+    """A server that is not running yet."""
+    config = uvicorn.Config(
+        make_app(host), http=_http(), ws="none", proxy_headers=False, access_log=False, log_config=None, server_header=False,
+        lifespan="on", timeout_graceful_shutdown=max(1, round(host.options.drain_timeout_s)), backlog=BACKLOG,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )  # fmt: skip
+    return Server(config, host)
+
+
+def _http() -> Any:
+    """The quicker parser with a limit of its own on headers; h11, which has one, where it is not installed."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"
+
+    class Limited(HttpToolsProtocol):
+        """Refuses a request whose line and headers pass HEADER_BYTES."""
+
+        headers_read = 0
+        in_headers = True
+
+        def on_message_begin(self) -> None:
+            self.in_headers = True
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self.in_headers, self.headers_read = False, 0
+            super().on_headers_complete()
+
+        def data_received(self, data: bytes) -> None:
+            if self.in_headers:
+                self.headers_read += len(data)
+                if self.headers_read > HEADER_BYTES + len(data):
+                    self.send_400_response("headers too large")
+                    self.transport.close()
+                    return
+            super().data_received(data)
+
+    return Limited
+
+
+def run(open_model: Callable[[], Model], options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Serve until a signal. Raises what kept the model from loading, SettingsError for a bad address."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    made = listen(options)
+    host = Host(open_model, options)
+    server = make_server(host)
+
+    def failed() -> None:
+        server.should_exit = True
+
+    host.on_failure = failed
+    address = f"[{options.host}]" if ":" in options.host else options.host
+    say(f"http://{address}:{made.getsockname()[1]}")
+    server.run(sockets=[made])
+    if isinstance(host.failure, MegakernelError):
+        raise host.failure
+    if host.failure is not None:
+        raise MegakernelError(
+            f"the model did not load: {type(host.failure).__name__}: {host.failure}"
+        ) from host.failure

@@ -1,0 +1,70 @@
+"""An AMD device whose kernel runs on the host: hip.h compiled by a host clang, lanes as fibers. See before.h."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from megakernel.device import cpu
+from megakernel.device.cpu import CpuDevice, CpuExecutable
+from megakernel.device.device import KernelSource
+from megakernel.device.hip_compiler import Compiler, compile_flags, find_compiler
+from megakernel.errors import BuildError
+from megakernel.target import Target, find_target
+
+HERE = Path(__file__).parent
+BUILTINS = {
+    "gfx90a": "__builtin_amdgcn_mfma_f32_16x16x16bf16_1k",
+    "gfx942": "__builtin_amdgcn_mfma_f32_16x16x16bf16_1k",
+    "gfx950": "__builtin_amdgcn_mfma_f32_16x16x32_bf16",
+    "gfx1100": "__builtin_amdgcn_wmma_f32_16x16x16_bf16_w32",
+    "gfx1250": "__builtin_amdgcn_wmma_f32_16x16x32_bf16",
+}
+
+
+def host_command(compiler: Compiler) -> list[str]:
+    """The host's C++ compiler in the clang that builds code objects."""
+    if compiler.kind == "zig":
+        return [*compiler.command[:-1], "c++", "-fno-sanitize=undefined"]
+    return [compiler.command[0]]
+
+
+class EmulatedHip(CpuDevice):
+    """`workers` workgroups of an AMD target, each a thread of the host."""
+
+    def __init__(self, target: str, workers: int = 2) -> None:
+        super().__init__(workers)
+        self.name = f"emulated-{target}"
+        self._emulated = replace(find_target(target), workers=workers)
+
+    @property
+    def target(self) -> Target:
+        return self._emulated
+
+    def compiler_id(self, target: Target) -> str:
+        headers = "".join((HERE / name).read_text() for name in ("before.h", "after.h"))
+        return " ".join((find_compiler().version, *compile_flags(target, False, False), headers))
+
+    def compile(self, source: KernelSource, include: Path, output: Path) -> None:
+        work = output.parent
+        (work / "kernel.cpp").write_text(f'{source.text}\n#include "{HERE / "after.h"}"\n')
+        for name, text in source.headers.items():
+            (work / name).write_text(text)
+        flags = [f for f in compile_flags(source.target, source.chaos, source.trace) if not f.startswith("--offload")]
+        line = [
+            *host_command(find_compiler()), *flags, "-O1", "-fPIC", "-shared", "-pthread", "-mfma", "-mf16c", "-w",
+            f"-DEMULATED{BUILTINS[source.target.name]}=1", "-include", str(HERE / "before.h"), f"-I{work}",
+            f"-I{include}", str(work / "kernel.cpp"), "-o", str(output),
+        ]  # fmt: skip
+        done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+        if done.returncode != 0:
+            raise BuildError(done.stderr[-8000:])
+
+    def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
+        library = ctypes.CDLL(str(binary))
+        library.mk_emulated_abi.restype = ctypes.c_uint64
+        assert library.mk_emulated_abi() == abi_hash
+        cpu._declare(library)
+        return CpuExecutable(library, target.workers)

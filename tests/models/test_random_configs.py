@@ -1,0 +1,212 @@
+"""Random configurations of many families against transformers: one kernel holds the variants of all of them.
+
+What is compiled in (heads, head_dim, norms, activations, biases) comes from a list; everything else is drawn freely.
+`make test` runs 220 configurations; the slow test runs 3000.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megakernel.architectures import find_model
+from megakernel.builder.build import Plan, assemble, plan_graph
+from megakernel.builder.cache import compiled
+from megakernel.builder.kernel import kernel_source, variant_text, variants_of
+from megakernel.device.device import KernelSource
+from megakernel.probe import forced_logits
+from megakernel.runtime import Runtime
+from megakernel.settings import read_settings
+from megakernel.tasks.task import TaskNode
+from tests.models.families import LIMIT, Case, config_of, reference, relative_error
+from tests.models.quick import QuickDevice
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+CONTEXT = 128
+PAGE = 32
+
+SHAPES = ((1, 3, 40), (2, 2, 64), (3, 1, 256), (5, 1, 32), (6, 2, 48), (7, 1, 96), (8, 1, 128), (16, 1, 32))
+"""q-heads of a KV head, KV heads, head_dim."""
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """`free_hidden`: the hidden size is not heads * head_dim. `compiled`: fields that choose variants, each with its
+    values. `windows`: how a sliding window is switched on, None when the family has none."""
+
+    name: str
+    free_hidden: bool
+    compiled: dict[str, tuple[Any, ...]]
+    windows: dict[str, Any] | None = None
+
+
+NORM_EPS = "rms_norm_eps"
+FAMILIES = (
+    Family("Llama", True, {"attention_bias": (False, True), "mlp_bias": (False, True)}),
+    Family("Mistral", True, {}, {}),
+    Family("Qwen2", False, {}, {"use_sliding_window": True, "max_window_layers": 1}),
+    Family("Qwen3", True, {}, {"use_sliding_window": True, "max_window_layers": 0}),
+    Family("SmolLM3", False, {"mlp_bias": (False, True)}),
+    Family("Gemma2", True, {}, {}),
+    Family("Gemma3", True, {"final_logit_softcapping": (None, 9.0)}, {}),
+    Family("Olmo2", False, {}),
+    Family("Granite", False, {}),
+    Family("Phi3", False, {}, {}),
+    Family("Starcoder2", False, {"use_bias": (False, True), "hidden_act": ("gelu_pytorch_tanh", "gelu", "relu")}, {}),
+    Family("GPTNeoX", False, {"attention_bias": (False, True)}),
+)
+
+
+def base(family: Family, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Fields that every configuration of the family and shape has."""
+    group, kv_heads, dim = shape
+    fields: dict[str, Any] = {
+        "num_attention_heads": group * kv_heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
+        "hidden_size": group * kv_heads * dim, "num_hidden_layers": 2, "intermediate_size": 40, "vocab_size": 33,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if family.free_hidden:
+        fields |= {"head_dim": dim, "hidden_size": group * kv_heads * 3}
+    if family.name == "GPTNeoX":
+        del fields["num_key_value_heads"]
+    return fields
+
+
+def fits(family: Family, shape: tuple[int, int, int]) -> bool:
+    return family.name != "GPTNeoX" or shape[0] == 1
+
+
+def choices(family: Family) -> list[dict[str, Any]]:
+    names = list(family.compiled)
+    return [dict(zip(names, values)) for values in itertools.product(*family.compiled.values())]
+
+
+def plan_of(config: Any) -> Plan:
+    graph = find_model(config).build(config)
+    return plan_graph(graph, QuickDevice().target, dtype="f32", max_slots=1, max_context=CONTEXT, max_rows=16)
+
+
+def config_without_model(case: Case) -> dict[str, Any]:
+    name = "GPTNeoXForCausalLM" if case.family == "GPTNeoX" else f"{case.family}ForCausalLM"
+    return {**case.config().to_dict(), "architectures": [name]}
+
+
+@lru_cache(maxsize=1)
+def kernel() -> tuple[KernelSource, Any, tuple[str, ...]]:
+    """Source, binary and variants of every family, shape and choice."""
+    nodes: dict[str, TaskNode] = {}
+    for family, shape in itertools.product(FAMILIES, SHAPES):
+        for chosen in choices(family) if fits(family, shape) else ():
+            more = {"num_hidden_layers": 4} if family.name == "SmolLM3" else {}
+            case = Case("kernel", family.name, "", {**base(family, shape), **chosen, **more}, tuple(SIZES_NOT_OURS))
+            for node in plan_of(config_without_model(case)).lowered.nodes:
+                nodes.setdefault(variant_text(node), node)
+    kept = tuple(nodes.values())
+    device = QuickDevice()
+    source = kernel_source(kept, device.target)
+    return source, compiled(source, device, read_settings().cache), variants_of(kept)
+
+
+SIZES_NOT_OURS = ("head_dim", "num_key_value_heads")  # base() says these where the family has them
+
+
+@st.composite
+def cases(draw: Draw) -> tuple[Case, int]:
+    """A configuration and how many of its tokens are prompt."""
+    family = draw(st.sampled_from(FAMILIES))
+    shape = draw(st.sampled_from([s for s in SHAPES if fits(family, s)]))
+    fields = {**base(family, shape), **draw(st.sampled_from(choices(family)))}
+    layers = draw(st.integers(1, 5))
+    fields |= {
+        "num_hidden_layers": layers, "intermediate_size": draw(st.integers(1, 90)),
+        "vocab_size": draw(st.integers(5, 1003)), "tie_word_embeddings": draw(st.booleans()),
+    }  # fmt: skip
+    eps = draw(st.sampled_from((1e-6, 1e-5, 3e-3)))
+    fields[{"Starcoder2": "norm_epsilon", "GPTNeoX": "layer_norm_eps"}.get(family.name, NORM_EPS)] = eps
+    if family.free_hidden:  # transformers wants a multiple of the heads
+        fields["hidden_size"] = shape[0] * shape[1] * draw(st.integers(2, 17))
+    if family.windows is not None and draw(st.booleans()):
+        window = draw(st.sampled_from((1, 2, 7, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 90)))
+        fields |= {"sliding_window": window, **family.windows}
+    if family.name == "SmolLM3":
+        fields["no_rope_layers"] = draw(st.lists(st.integers(0, 1), min_size=layers, max_size=layers))
+    theta = draw(st.sampled_from((100.0, 10000.0, 500000.0)))
+    if family.name == "Gemma3":
+        other = draw(st.sampled_from((100.0, 10000.0)))
+        both = {"full_attention": theta, "sliding_attention": other}
+        fields["rope_parameters"] = {k: {"rope_type": "default", "rope_theta": v} for k, v in both.items()}
+    elif family.name == "GPTNeoX":
+        part = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.25}
+        fields["rope_parameters"] = part
+    else:
+        fields["rope_parameters"] = draw(st.sampled_from((
+            {"rope_type": "default", "rope_theta": theta}, {"rope_type": "linear", "rope_theta": theta, "factor": 3.0},
+            {"rope_type": "llama3", "rope_theta": theta, "factor": 8.0, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+        )))  # fmt: skip
+    if family.name == "Granite":
+        scales = st.floats(0.25, 4.0)
+        names = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        fields |= {name: draw(scales) for name in names} | {"attention_multiplier": draw(st.floats(0.05, 0.5))}
+    if family.name.startswith("Gemma"):
+        fields["query_pre_attn_scalar"] = draw(st.integers(8, 300))
+    name = f"{draw(st.integers(0, 99)):02d}" + "x" * draw(st.integers(0, 60))  # its length seeds the weights
+    return Case(name, family.name, "", fields, SIZES_NOT_OURS), draw(st.integers(1, 40))
+
+
+def compare(case: Case, prompt: int) -> float:
+    """Relative error of the kernel's logits: a prompt in chunks, then tokens one by one."""
+    model = case.model()
+    plan = plan_of(config_of(model))
+    source, binary, variants = kernel()
+    count = min(CONTEXT - 1, prompt + 5)
+    ids = [int(i) for i in np.random.default_rng(prompt).integers(0, model.config.vocab_size, count)]
+    state = {name: p.detach().numpy() for name, p in model.state_dict().items()}
+    state["embed_out.weight"] = state.get("lm_head.weight")
+
+    def read(name: str, _dtype: str, rows: slice) -> np.ndarray:
+        return np.array(state[name][rows])
+
+    device = QuickDevice()
+    runtime = Runtime(assemble(plan, source, binary, variants=variants), device, read)
+    try:
+        got = forced_logits(runtime, ids, prompt - 1)
+    finally:
+        runtime.close()
+    return relative_error(got, reference(model, ids)[prompt - 1 :])
+
+
+def check(drawn: tuple[Case, int]) -> None:
+    case, prompt = drawn
+    error = compare(case, prompt)
+    assert error <= LIMIT, f"{case.family} {case.fields}, prompt of {prompt}: relative error {error:.1e}"
+
+
+COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+@pytest.mark.timeout(900)
+@settings(max_examples=220, derandomize=True, **COMMON)
+@given(cases())
+def test_random_configurations(drawn: tuple[Case, int]) -> None:
+    check(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(max_examples=3000, **COMMON)
+@given(cases())
+def test_thousands_of_random_configurations(drawn: tuple[Case, int]) -> None:
+    check(drawn)

@@ -1,0 +1,44 @@
+"""Servers that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server's tests need the extra `serve`")
+pytest.importorskip("httpx", reason="the server's tests need httpx")
+
+from megakernel.device.cpu import CpuDevice
+from megakernel.llm import LLM
+from megakernel.settings import Settings
+from tests.serve.server import Running, serving, talking_checkpoint
+
+
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_checkpoint(tmp_path_factory.mktemp("serve") / "talking")
+
+
+@pytest.fixture(scope="session")
+def serve_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serve-cache")
+
+
+@pytest.fixture(scope="session")
+def open_tiny(talking: Path, serve_cache: Path) -> Callable[..., LLM]:
+    """Opens the tiny model on the CPU; programs are compiled once."""
+
+    def make(spin_ms: int = 60_000, **options: object) -> LLM:
+        chosen = {"dtype": "f32", "workers": 2, "max_context": 512, "max_slots": 4, **options}
+        return LLM(talking, device=CpuDevice(), settings=Settings(cache=serve_cache, spin_ms=spin_ms), **chosen)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(open_tiny: Callable[..., LLM]) -> Iterator[Running]:
+    """One server of the tiny model for all tests that leave it as it was."""
+    with serving(open_tiny, web=True) as running:
+        yield running

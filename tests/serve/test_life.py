@@ -1,0 +1,270 @@
+"""Clients that leave, stall and crowd; faults; shutdown."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megakernel.errors import CheckpointError
+from megakernel.llm import LLM
+from megakernel.runtime import Runtime
+from megakernel.tasks.record import NONE
+from tests.program.cpu.test_faults import set_chaos, waited_counters
+from tests.serve.server import Running, serving
+
+pytestmark = pytest.mark.timeout(180)
+LONG = {"prompt": "a long story", "max_tokens": 480, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def send(
+    server: Running, body: dict[str, Any], path: str = "/v1/completions", buffer: int | None = None
+) -> socket.socket:
+    """A socket on which a request was sent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    made = socket.socket()
+    if buffer:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    made.connect((host, int(port)))
+    made.settimeout(30)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    made.sendall(head.encode() + data)
+    return made
+
+
+@pytest.fixture
+def slow(open_tiny: Callable[..., LLM]) -> Iterator[Running]:
+    """A server of its own, two slots, little room to wait."""
+    with serving(lambda: open_tiny(max_slots=2), max_queue=2) as running:
+        yield running
+
+
+def test_100_disconnects_then_a_request_within_a_second(tiny: Running) -> None:
+    rng = random.Random(1)
+    for i in range(100):
+        client = send(tiny, {**LONG, "n": 1 + i % 3, "stream": i % 5 != 0})
+        for _ in range(rng.randrange(4)):
+            if i % 5 != 0:
+                client.recv(1 + rng.randrange(400))
+        if i % 2:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
+        client.close()
+    started = time.perf_counter()
+    assert tiny.post("/v1/completions", prompt="now", max_tokens=2).status_code == 200
+    assert time.perf_counter() - started < 1.0
+    assert tiny.wait(tiny.idle) < 1.0
+    assert tiny.host.model is not None and tiny.host.model.engine.load().waiting == 0
+
+
+def test_a_client_that_leaves_frees_its_slot_at_once(tiny: Running) -> None:
+    client = send(tiny, LONG)
+    assert client.recv(100)
+    client.close()
+    assert tiny.wait(tiny.idle) < 0.25
+
+
+def test_a_half_closed_socket_ends_the_request(tiny: Running) -> None:
+    client = send(tiny, LONG)
+    assert client.recv(10)
+    client.shutdown(socket.SHUT_WR)
+    tiny.wait(tiny.idle)
+    client.close()
+
+
+def test_a_slow_reader_gets_everything_and_holds_up_nobody(tiny: Running) -> None:
+    body = {**LONG, "logprobs": 20}
+    want = tiny.post("/v1/completions", **{**body, "stream": False}).json()["choices"][0]["text"]
+    client = send(tiny, body, buffer=4096)
+    tiny.wait(lambda: tiny.host.outstanding == 0 or not tiny.host.model.engine.load().running, 30)  # type: ignore[union-attr]
+    assert tiny.post("/v1/completions", prompt="other", max_tokens=5).status_code == 200
+    data = b""
+    while b"[DONE]" not in data:
+        time.sleep(0.001)
+        data += client.recv(65536)
+    client.close()
+    lines = [part.split(b"data: ", 1)[1] for part in data.split(b"\n\n") if b"data: {" in part]
+    chunks = [json.loads(line.replace(b"\r\n", b"")) for line in lines if _whole(line)]
+    assert want.startswith(chunks[0]["choices"][0]["text"]) and len(chunks) > 100
+    tiny.wait(tiny.idle)
+
+
+def _whole(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:  # a chunk's size line in the middle
+        return False
+    return True
+
+
+def test_a_full_queue_is_429_and_a_deadline_504(slow: Running) -> None:
+    clients = [send(slow, LONG) for _ in range(4)]
+    slow.wait(lambda: slow.host.outstanding == 4)
+    refused = slow.post("/v1/completions", prompt="a", max_tokens=1)
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+    for client in clients:
+        client.close()
+    slow.wait(slow.idle)
+    assert slow.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+    object.__setattr__(slow.host.options, "request_timeout_s", 0.05)
+    try:
+        late = slow.post("/v1/completions", **{**LONG, "stream": False})
+        assert late.status_code == 504 and late.json()["error"]["code"] == "deadline"
+        with slow.client.stream("POST", "/v1/completions", json=LONG) as answer:
+            told = answer.read().decode()
+        assert '"code":"deadline"' in told and "[DONE]" not in told
+        slow.wait(slow.idle)
+    finally:
+        object.__setattr__(slow.host.options, "request_timeout_s", 600.0)
+
+
+def test_keys_and_origins(open_tiny: Callable[..., LLM]) -> None:
+    keys = {"api_keys": ("secret", "other"), "allowed_origins": ("https://app.example",), "model_names": ("a", "b")}
+    with serving(open_tiny, **keys) as server:
+        for header in (None, "secret", "Bearer", "Bearer wrong", "Bearer secret2", "Basic secret"):
+            headers = {"authorization": header} if header else {}
+            answer = server.client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+        for header in ("Bearer secret", "bearer other"):
+            found = server.client.get("/v1/models", headers={"authorization": header}).json()
+            assert [m["id"] for m in found["data"]] == ["a", "b"]
+        assert server.client.get("/health").status_code == server.client.get("/metrics").status_code == 200
+        good = server.client.get("/health", headers={"origin": "https://app.example"})
+        assert good.headers["access-control-allow-origin"] == "https://app.example"
+        assert server.client.get("/health", headers={"origin": "http://localhost:3000"}).status_code == 200
+        for bad in (
+            "https://app.example.evil",
+            "http://localhost.evil:80",
+            "http://127.0.0.1.evil",
+            "null",
+            "http://[x:y",
+        ):
+            assert server.client.get("/health", headers={"origin": bad}).status_code == 403, bad
+        asked = server.client.options("/v1/chat/completions", headers={
+            "origin": "http://127.0.0.1:5", "access-control-request-method": "POST"})  # fmt: skip
+        assert asked.status_code == 204 and "authorization" in asked.headers["access-control-allow-headers"]
+
+
+def test_nothing_that_a_user_typed_is_logged(tiny: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    tiny.post("/v1/completions", prompt="my-secret", max_tokens=3)
+    tiny.post("/v1/completions", prompt="a", temperature="my-secret", model="my-secret")
+    tiny.post("/v1/chat/completions", model="my-secret", messages=[{"role": "user", "content": "my-secret"}])
+    tiny.client.get("/my-secret?my-secret=my-secret")
+    own = [r for r in caplog.records if not r.name.startswith(("httpx", "httpcore"))]
+    assert own and not any("my-secret" in r.getMessage() for r in own)
+
+
+def test_a_fault_fails_what_runs_and_the_next_request_succeeds(open_tiny: Callable[..., LLM]) -> None:
+    with serving(lambda: open_tiny(chaos=True, workers=3, spin_ms=300)) as server:
+        engine = server.host.model.engine  # type: ignore[union-attr]
+        body = {"prompt": "fault", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        want = server.post("/v1/completions", **body).json()["choices"][0]["text"]
+        counter = waited_counters(engine.runtime)[3]
+        states: list[int] = []
+        healthy = engine.runtime.reset
+
+        def slowly() -> None:
+            time.sleep(0.3)
+            healthy()
+
+        engine.exclusive(lambda runtime: set_chaos(runtime, 0, counter))
+        engine.runtime.reset = slowly  # type: ignore[method-assign]  # long enough for /health to be asked
+        over = threading.Event()
+
+        def ask() -> None:
+            while not over.is_set():
+                states.append(server.client.get("/health").status_code)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        failed = server.post("/v1/completions", **body)
+        assert failed.status_code == 500
+        error = failed.json()["error"]
+        assert error["code"] == "device_fault" and f"counter {counter} has" in error["message"]
+        engine.runtime.drop_signal = NONE
+        started = time.perf_counter()
+        assert server.post("/v1/completions", **body).json()["choices"][0]["text"] == want
+        assert time.perf_counter() - started < 1.0
+        over.set()
+        asking.join()
+        assert 503 in states and states[0] == 200 and server.client.get("/health").status_code == 200
+        assert "megakernel_engine_faults_total 1.0" in server.client.get("/metrics").text
+
+
+def test_a_fault_in_the_middle_of_a_stream_is_told_in_it(open_tiny: Callable[..., LLM]) -> None:
+    with serving(lambda: open_tiny(chaos=True, workers=3, spin_ms=300)) as server:
+        engine = server.host.model.engine  # type: ignore[union-attr]
+        counter = waited_counters(engine.runtime)[0]
+        launch = engine.runtime.launch
+
+        def second(steps: int) -> None:  # the first launch is well, the second loses a signal
+            engine.runtime.drop_signal = counter if engine._launches == 2 else NONE
+            launch(steps)
+
+        engine.steps_per_launch = 20
+        engine.runtime.launch = second  # type: ignore[method-assign]
+        with server.client.stream("POST", "/v1/completions", json=LONG) as answer:
+            told = answer.read().decode()
+        assert answer.status_code == 200 and told.count("data: ") > 10
+        assert '"code":"device_fault"' in told.rsplit("data: ", 1)[1]
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
+
+
+def test_an_engine_that_ended_is_opened_again(open_tiny: Callable[..., LLM]) -> None:
+    with serving(open_tiny) as server:
+        engine = server.host.model.engine  # type: ignore[union-attr]
+
+        def broken(_: Runtime) -> None:
+            engine.runtime.launch = None  # type: ignore[assignment, method-assign]
+
+        engine.exclusive(broken)
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code >= 500
+        server.wait(
+            lambda: server.client.get("/health").status_code == 200 and server.host.model.engine is not engine, 60
+        )  # type: ignore[union-attr]
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
+        assert "megakernel_model_reloads_total 1.0" in server.client.get("/metrics").text
+
+
+def test_before_the_model_is_ready(open_tiny: Callable[..., LLM]) -> None:
+    gate = threading.Event()
+
+    def late() -> LLM:
+        gate.wait(30)
+        return open_tiny()
+
+    with serving(late, ready=False, model_names=("m",)) as server:
+        server.wait(lambda: _up(server))
+        for answer in (server.client.get("/health"), server.client.get("/ready")):
+            assert answer.status_code == 503 and answer.json() == {"status": "loading"}
+        refused = server.post("/v1/completions", prompt="a")
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert server.client.get("/v1/models").status_code == 503 and server.client.get("/metrics").status_code == 200
+        gate.set()
+        server.wait(lambda: server.client.get("/health").status_code == 200, 60)
+
+
+def _up(server: Running) -> bool:
+    try:
+        server.client.get("/health")
+    except OSError:
+        return False
+    return True
+
+
+def test_a_model_that_does_not_load_is_said(open_tiny: Callable[..., LLM]) -> None:
+    def never() -> LLM:
+        raise CheckpointError("no such file")
+
+    with serving(never, ready=False) as server:
+        server.wait(lambda: server.host.failure is not None)
+        assert server.client.get("/health").json() == {"status": "failed"}
