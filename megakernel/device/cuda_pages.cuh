@@ -160,39 +160,48 @@ struct Core<tasks::Attention<kConfig>> {
     return tasks::workspace<const float>(w, f.qkv) + uint64_t(row) * kColumns;
   }
 
-  // Eights that other workers publish, `kCount` of a lane, `stride` floats apart; zeros where `wanted` is false.
+  // Eights that other workers publish, `kCount` of a lane, `stride` floats apart: asked for now, waited for later.
   template <uint32_t kCount>
-  MK_DEVICE static void await_eights(Worker& w, Eight (&out)[kCount], const float* p, uint32_t stride, bool wanted) {
+  struct Pending {
     Quad q[kCount][2];
-#pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
-      q[i][0] = q[i][1] = Quad{0, 0, 0, 0};
-      if (wanted) q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
-    }
-    w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < kCount; ++i) missing |= invalid(q[i][0]) || invalid(q[i][1]);
-      if (!__any_sync(0xffffffffu, missing)) return true;
+    const float* p;
+    uint32_t stride;
+
+    MK_DEVICE void ask(const float* from, uint32_t apart, bool wanted) {
+      p = from, stride = apart;
 #pragma unroll
       for (uint32_t i = 0; i < kCount; ++i) {
-        if (invalid(q[i][0]) || invalid(q[i][1])) {
-          q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
-        }
+        q[i][0] = q[i][1] = Quad{0, 0, 0, 0};
+        if (wanted) q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
       }
-      return false;
-    }, abi::FaultKind::kValueBudget, 0);
+    }
+    MK_DEVICE void wait(Worker& w, Eight (&out)[kCount]) {
+      w.spin([&] {
+        bool missing = false;
 #pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) out[i].set(q[i][0], q[i][1]);
-  }
+        for (uint32_t i = 0; i < kCount; ++i) missing |= invalid(q[i][0]) || invalid(q[i][1]);
+        if (!__any_sync(0xffffffffu, missing)) return true;
+#pragma unroll
+        for (uint32_t i = 0; i < kCount; ++i) {
+          if (invalid(q[i][0]) || invalid(q[i][1])) {
+            q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
+          }
+        }
+        return false;
+      }, abi::FaultKind::kValueBudget, 0);
+#pragma unroll
+      for (uint32_t i = 0; i < kCount; ++i) out[i].set(q[i][0], q[i][1]);
+    }
+  };
 
   // Lane 4 g + t holds elements [32 c + 8 t, + 8) of q-row `m`, c = 0 .. kChunks - 1: normed, rotated, rounded.
   MK_DEVICE static void load_query(Worker& w, const Fields& f, const Items& item, uint32_t m, Quad (&out)[kChunks]) {
     const uint32_t rows = item.group_rows * kGroup, t = w.warp_lane() % 4;
     const bool wanted = m < rows;
     const uint32_t row = item.group_row + (wanted ? m / kGroup : 0);
-    const float* q = row_of(w, f, row) + (item.head * kGroup + m % kGroup) * kDim + t * 8;
     const uint32_t position = w.header->row[row].position;
+    Pending<kChunks> asked;
+    asked.ask(row_of(w, f, row) + (item.head * kGroup + m % kGroup) * kDim + t * 8, 32, wanted);
     Eight x[kChunks];
     if constexpr (kHalfRotary > 0 && !kConfig.interleaved) {
       constexpr uint32_t kTurned = kHalfRotary / 32;
@@ -203,7 +212,7 @@ struct Core<tasks::Attention<kConfig>> {
         cos[i].load_fixed(tasks::weights<float>(w, f.cos) + at);
         sin[i].load_fixed(tasks::weights<float>(w, f.sin) + at);
       }
-      await_eights(w, x, q, 32, wanted);
+      asked.wait(w, x);
       norm_query(w, f, x);
 #pragma unroll
       for (uint32_t i = 0; i < kTurned; ++i) {
@@ -211,7 +220,7 @@ struct Core<tasks::Attention<kConfig>> {
         for (uint32_t j = 0; j < 8; ++j) rotate(x[i].v[j], x[i + kTurned].v[j], cos[i].v[j], sin[i].v[j]);
       }
     } else {
-      await_eights(w, x, q, 32, wanted);
+      asked.wait(w, x);
       norm_query(w, f, x);
 #pragma unroll
       for (uint32_t i = 0; i < kChunks; ++i) rotate_pairs(w, f, position, i * 32 + t * 8, x[i]);
@@ -252,66 +261,83 @@ struct Core<tasks::Attention<kConfig>> {
     }
   }
 
-  // Keys and values of this step that lie in the run go into the stage, and into the page. Lane i < kDim / 8 holds the
-  // i-th eight elements.
-  MK_DEVICE static void append(Worker& w, const Fields& f, const Items& item, uint32_t run_start, uint8_t* stage, char* page) {
-    bool wrote = false;
-    for (uint32_t r = item.group_row; r < item.group_row + item.group_rows; ++r) {
-      const uint32_t position = w.header->row[r].position;
-      if (position / kRunTokens * kRunTokens != run_start) continue;
-      const uint32_t i = w.warp_lane(), token = position % kPage;
+  // The key and the value of one row of this step: asked for early, put into their page late. Lane i < kDim / 8 holds
+  // the i-th eight elements.
+  struct Fresh {
+    Pending<2> asked;
+    Eight cos, sin;
+    uint32_t page;  // of the pool
+
+    MK_DEVICE static constexpr uint32_t turn() { return kHalfRotary / 8; }
+
+    MK_DEVICE void ask(Worker& w, const Fields& f, const Items& item, uint32_t r) {
+      const abi::Row& row = w.header->row[r];
+      const uint32_t i = w.warp_lane(), position = row.position;
       const bool mine = i < kDim / 8;
       const float* k = row_of(w, f, r) + (kHeads + item.head) * kDim + (mine ? i * 8 : 0);
+      asked.ask(k, kKvHeads * kDim, mine);
+      page = load_word(reinterpret_cast<const uint32_t*>(w.args.page_table) + uint64_t(row.slot) * w.args.pages_per_slot +
+                       position / kPage);
+      cos.zero(), sin.zero();
+      if constexpr (kHalfRotary > 0 && !kConfig.interleaved) {
+        if (i < 2 * turn()) {
+          const uint64_t at = uint64_t(position) * kHalfRotary + i % turn() * 8;
+          cos.load_fixed(tasks::weights<float>(w, f.cos) + at);
+          sin.load_fixed(tasks::weights<float>(w, f.sin) + at);
+        }
+      }
+    }
+
+    MK_DEVICE void put(Worker& w, const Fields& f, const Items& item, uint32_t r, uint8_t* stage, char* pool) {
+      const uint32_t i = w.warp_lane(), position = w.header->row[r].position, token = position % kPage;
       Eight kv[2];
-      await_eights(w, kv, k, kKvHeads * kDim, mine);
+      asked.wait(w, kv);
       if constexpr (kConfig.k_norm) {
         float s = kv[0].squares();
 #pragma unroll
         for (int d = 16; d > 0; d /= 2) s += __shfl_xor_sync(0xffffffffu, s, d);
         Eight gamma;
         gamma.zero();
-        if (mine) gamma.load_fixed(tasks::weights<float>(w, f.k_gamma) + i * 8);
+        if (i < kDim / 8) gamma.load_fixed(tasks::weights<float>(w, f.k_gamma) + i * 8);
         kv[0].scale(rsqrtf(s / float(kDim) + f.eps), gamma);
       }
-      rotate_key(w, f, position, i, kv[0]);
-      if (mine) {
-        const Quad key = kv[0].packed();
-        *reinterpret_cast<Quad*>(stage + key_at(token, i * 8)) = key;
-        *reinterpret_cast<Quad*>(page + key_at(token, i * 8)) = key;
-#pragma unroll
-        for (uint32_t j = 0; j < 8; ++j) {
-          const uint16_t value = uint16_t(pack<kHalf>(kv[1].v[j], 0.0f));
-          *reinterpret_cast<uint16_t*>(stage + value_at(token, i * 8 + j)) = value;
-          *reinterpret_cast<uint16_t*>(page + value_at(token, i * 8 + j)) = value;
-        }
+      turn_key(w, f, position, kv[0]);
+      if (i < kDim / 8) {
+        uint8_t* global = reinterpret_cast<uint8_t*>(pool + (uint64_t(page) * kKvHeads + item.head) * kUnitBytes);
+        store_token(stage, global, token, i * 8, kv);
+        fence_shared_for_copies();  // before the stage is filled again
       }
-      wrote = true;
+      __syncwarp();
     }
-    if (wrote) fence_shared_for_copies();  // before the stage is filled again
-    __syncwarp();
-  }
 
-  MK_DEVICE static void rotate_key(Worker& w, const Fields& f, uint32_t position, uint32_t i, Eight& x) {
-    if constexpr (kConfig.interleaved) {
-      if (i < kDim / 8) rotate_pairs(w, f, position, i * 8, x);
-    } else if constexpr (kHalfRotary > 0) {
-      constexpr uint32_t kTurn = kHalfRotary / 8;
-      const bool low = i < kTurn, turned = i < 2 * kTurn;
-      const uint32_t partner = turned ? (low ? i + kTurn : i - kTurn) : i;
-      Eight cos, sin;
-      cos.zero(), sin.zero();
-      if (turned) {
-        const uint64_t at = uint64_t(position) * kHalfRotary + (low ? i : partner) * 8;
-        cos.load_fixed(tasks::weights<float>(w, f.cos) + at);
-        sin.load_fixed(tasks::weights<float>(w, f.sin) + at);
-      }
+    MK_DEVICE static void store_token(uint8_t* stage, uint8_t* global, uint32_t token, uint32_t dim, const Eight (&kv)[2]) {
+      const Quad key = kv[0].packed(), value = kv[1].packed();
+      *reinterpret_cast<Quad*>(stage + key_at(token, dim)) = key;
+      *reinterpret_cast<Quad*>(global + key_at(token, dim)) = key;
+      const uint32_t words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
       for (uint32_t j = 0; j < 8; ++j) {
-        const float other = __shfl_sync(0xffffffffu, x.v[j], partner);
-        if (turned) x.v[j] = low ? x.v[j] * cos.v[j] - other * sin.v[j] : x.v[j] * cos.v[j] + other * sin.v[j];
+        const auto half = uint16_t(words[j / 2] >> (j % 2 * 16));
+        *reinterpret_cast<uint16_t*>(stage + value_at(token, dim + j)) = half;
+        *reinterpret_cast<uint16_t*>(global + value_at(token, dim + j)) = half;
       }
     }
-  }
+
+    MK_DEVICE void turn_key(Worker& w, const Fields& f, uint32_t position, Eight& x) {
+      const uint32_t i = w.warp_lane();
+      if constexpr (kConfig.interleaved) {
+        if (i < kDim / 8) rotate_pairs(w, f, position, i * 8, x);
+      } else if constexpr (kHalfRotary > 0) {
+        const bool low = i < turn(), turned = i < 2 * turn();
+        const uint32_t partner = turned ? (low ? i + turn() : i - turn()) : i;
+#pragma unroll
+        for (uint32_t j = 0; j < 8; ++j) {
+          const float other = __shfl_sync(0xffffffffu, x.v[j], partner);
+          if (turned) x.v[j] = low ? x.v[j] * cos.v[j] - other * sin.v[j] : x.v[j] * cos.v[j] + other * sin.v[j];
+        }
+      }
+    }
+  };
 
   // ---------------------------------------------------------------------------------------------- consumer
   static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
@@ -335,29 +361,50 @@ struct Core<tasks::Attention<kConfig>> {
     Worker& w = c.w;
     const uint32_t run_start = item.piece * kPiece + w.warp() * kRunTokens, my_page = run_start / kPage;
     const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
+    // The rows of the group whose positions are in this run.
+    const uint32_t from = w.header->row[item.group_row].position;
+    const uint32_t low = tasks::most(run_start, from), high = tasks::least(run_start + kRunTokens, from + item.group_rows);
+    uint32_t row = item.group_row + low - from;
+    const uint32_t end = mine && low < high ? row + high - low : row;
+    Fresh fresh;
+    Quad q[2][kChunks] = {};
+    if (row < end) fresh.ask(w, f, item, row);
+    if (mine) load_queries(w, f, item, 0, q);
     const Ring first = c.ring;
     uint8_t* stage = nullptr;
+#pragma unroll 1
     for (uint32_t page = item.page; page <= item.last_page; ++page) {
       uint8_t* at = c.take();
-      if (page == my_page) stage = at;
+      if (page == my_page && mine) stage = at;
       c.ring.next();
     }
-    if (mine) {
-      const uint32_t* table = reinterpret_cast<const uint32_t*>(w.args.page_table) +
-                              uint64_t(w.header->row[item.group_row].slot) * w.args.pages_per_slot;
-      const uint32_t last = w.header->row[item.group_row + item.group_rows - 1].position;
-      if (last >= run_start && w.header->row[item.group_row].position < run_start + kRunTokens) {
-        const uint64_t page = load_word(table + my_page);
-        append(w, f, item, run_start, stage, pool + (page * kKvHeads + item.head) * kUnitBytes);
-      }
+#pragma unroll 1
+    while (row < end) {
+      fresh.put(w, f, item, row, stage, pool);
+      if (++row < end) fresh.ask(w, f, item, row);
     }
     const uint32_t rows = item.group_rows * kGroup;
+#pragma unroll 1
     for (uint32_t base = 0; base < rows; base += 16) {
-      attend(w, f, item, base, mine ? stage : nullptr, run_start);
+      if (base > 0 && mine) load_queries(w, f, item, base, q);
+      attend(w, f, item, base, stage, run_start, q);
     }
     __syncwarp();
     Ring back = first;
+#pragma unroll 1
     for (uint32_t page = item.page; page <= item.last_page; ++page, back.next()) c.give_back(back.slot);
+  }
+
+  // q-rows [base, base + 16): low half and high half of the rows of the A operand.
+  MK_DEVICE static void load_queries(Worker& w, const Fields& f, const Items& item, uint32_t base, Quad (&q)[2][kChunks]) {
+    const bool both = item.group_rows * kGroup - base > 8;
+#pragma unroll 1
+    for (uint32_t h = 0; h < (both ? 2 : 1); ++h) {
+      Quad half[kChunks];
+      load_query(w, f, item, base + w.warp_lane() / 4 + h * 8, half);
+#pragma unroll
+      for (uint32_t i = 0; i < kChunks; ++i) (h ? q[1][i] : q[0][i]) = half[i];
+    }
   }
 
   // Tokens [low, high) of the run that the q-row sees.
@@ -374,21 +421,13 @@ struct Core<tasks::Attention<kConfig>> {
   };
 
   // q-rows [base, base + 16) of the item against this warp's run; then all runs merged and published.
-  MK_DEVICE static void attend(
-      Worker& w, const Fields& f, const Items& item, uint32_t base, const uint8_t* stage, uint32_t run_start) {
+  MK_DEVICE static void attend(Worker& w, const Fields& f, const Items& item, uint32_t base, const uint8_t* stage,
+                               uint32_t run_start, const Quad (&q)[2][kChunks]) {
     const uint32_t lane = w.warp_lane(), g = lane / 4, t = lane % 4;
     const bool both = item.group_rows * kGroup - base > 8;  // q-rows 8 to 15 too
     float top[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
     float o[kValueTiles][4] = {};
     if (stage) {
-      Quad q[2][kChunks] = {};
-#pragma unroll 1
-      for (uint32_t h = 0; h < (both ? 2 : 1); ++h) {
-        Quad half[kChunks];
-        load_query(w, f, item, base + g + h * 8, half);
-#pragma unroll
-        for (uint32_t i = 0; i < kChunks; ++i) (h ? q[1][i] : q[0][i]) = half[i];
-      }
       float s[4][4] = {};
       const uint8_t* keys = stage + run_start % kPage / 8 * (kDim * 16) + lane * 16;
 #pragma unroll

@@ -128,6 +128,8 @@ struct Worker {
   template <class Word>
   MK_DEVICE bool wait(const Word* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
     if constexpr (kChaos) delay();
+    // Who waits for a header waits for workers that wait for counters: they must be the first to report.
+    const uint64_t budget = args.spin_budget_ns * (kind == abi::FaultKind::kHeaderBudget ? 2 : 1);
     uint64_t began = 0;
     for (uint32_t spin = 1;; ++spin) {
       const uint64_t value = load_relaxed(p);
@@ -137,7 +139,7 @@ struct Worker {
       if (load_relaxed(&launch()->abort) != 0) return false;
       const uint64_t now = clock_ns();
       if (began == 0) began = now;
-      if (now - began < args.spin_budget_ns) continue;
+      if (now - began < budget) continue;
       report(kind, record ? record->tile_begin : abi::kNone, counter, value, target);
       return false;
     }

@@ -115,7 +115,8 @@ struct Advance {
   }
 
   // A device far from the host's memory may have asked ahead.
-  MK_DEVICE static uint64_t commands_posted(Worker& w, const abi::Mailbox* mailbox) {
+  template <class W>
+  MK_DEVICE static uint64_t commands_posted(W& w, const abi::Mailbox* mailbox) {
     if constexpr (requires { w.commands_posted(mailbox); }) {
       return w.commands_posted(mailbox);
     } else {

@@ -37,7 +37,7 @@ inline void* run_group(void* raw) {
   g->stacks = mmap(nullptr, size_t(kLanes) * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   for (Meeting& m : g->wave) m = {kWave};
   for (uint32_t i = 0; i < kLanes; ++i) {
-    g->ended[i] = false;
+    g->begun[i] = g->ended[i] = false;
     g->waits[i] = nullptr;
     getcontext(&g->lane[i]);
     g->lane[i].uc_stack.ss_sp = static_cast<char*>(g->stacks) + size_t(i) * kStackBytes;
@@ -45,6 +45,7 @@ inline void* run_group(void* raw) {
     g->lane[i].uc_link = nullptr;
     makecontext(&g->lane[i], run_lane, 0);
   }
+  g->begun[0] = true;
   swapcontext(&g->main, &g->lane[0]);
   munmap(g->stacks, size_t(kLanes) * kStackBytes);
   delete g;

@@ -7,6 +7,7 @@
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,9 +25,10 @@ struct Meeting {  // where `members` lanes wait for each other
 };
 
 struct Group {
-  ucontext_t main, lane[kLanes];
+  ucontext_t main, lane[kLanes];  // how a lane begins
+  jmp_buf at[kLanes];             // where it went away: no system call to come back
   void* stacks;
-  bool ended[kLanes];
+  bool begun[kLanes], ended[kLanes];
   const Meeting* waits[kLanes];  // where a lane waits, and the turn that it waits to see the end of
   uint64_t turn[kLanes];
   uint32_t current = 0, index = 0, alive = kLanes, stride = 1;  // odd: lanes take turns in an order of each group's own
@@ -42,6 +44,14 @@ inline bool ready(const Group& g, uint32_t lane) {
   return !g.ended[lane] && (!g.waits[lane] || g.waits[lane]->turn != g.turn[lane]);
 }
 
+[[noreturn]] inline void go_on(Group& g, uint32_t to) {
+  g.current = to;
+  if (g.begun[to]) _longjmp(g.at[to], 1);
+  g.begun[to] = true;
+  setcontext(&g.lane[to]);
+  abort();
+}
+
 inline void give_way() {
   Group& g = *group;
   const uint32_t from = g.current;
@@ -51,8 +61,7 @@ inline void give_way() {
     if (to == 0) sched_yield();
   } while (!ready(g, to) && to != from);
   if (to == from) return;
-  g.current = to;
-  swapcontext(&g.lane[from], &g.lane[to]);
+  if (_setjmp(g.at[from]) == 0) go_on(g, to);
 }
 
 inline void pass(Meeting& m) {
@@ -82,9 +91,7 @@ inline Meeting& own_wave() { return group->wave[group->current / kWave]; }
   }
   if (g.alive == 0) setcontext(&g.main);
   for (uint32_t to = 0; to < kLanes; ++to) {
-    if (!ready(g, to)) continue;
-    g.current = to;
-    setcontext(&g.lane[to]);
+    if (ready(g, to)) go_on(g, to);
   }
   abort();
 }
