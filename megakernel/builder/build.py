@@ -126,7 +126,7 @@ def build_program(
     program = assemble(made, source, compiled(source, device, cache), name=name)
     with contextlib.suppress(ProgramError):  # another process was first with the same program
         with writable(entry.parent):
-            program.save(entry)
+            program.write(entry)
     return program
 
 

@@ -99,8 +99,8 @@ def _build(entry: Path, source: KernelSource, device: Device, compiler_id: str) 
             (work / "kernel.cpp").write_text(source.text)
             for name, text in source.headers.items():
                 (work / name).write_text(text)
-        device.compile(source, INCLUDE, work / "kernel.bin")
         with writable(entry.parent):
+            device.compile(source, INCLUDE, work / "kernel.bin")
             digest = hashlib.sha256((work / "kernel.bin").read_bytes()).hexdigest()
             (work / "entry.json").write_text(json.dumps({"sha256": digest, "compiler": compiler_id}))
             os.chmod(work, 0o755)
@@ -127,9 +127,10 @@ def writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
+        place = f" ({e.filename})" if e.filename else ""
         raise BuildError(
-            f"cannot write the compile cache {folder}: {e.strerror or e}; free some space, or choose another folder "
-            "with MEGAKERNEL_CACHE"
+            f"cannot write the compile cache {folder}: {e.strerror or e}{place}; free some space, or choose another "
+            "folder with MEGAKERNEL_CACHE"
         ) from e
 
 

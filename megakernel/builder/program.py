@@ -156,8 +156,16 @@ class Program:
     source: str
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the program to a folder that must not exist yet; all or nothing."""
-        final = Path(folder)
+        """Write the program to a folder that must not exist yet; all or nothing. Raises ProgramError."""
+        try:
+            return self.write(Path(folder))
+        except OSError as e:
+            raise ProgramError(
+                f"cannot write the program to {folder}: {e.strerror or e}; free some space or choose another folder"
+            ) from e
+
+    def write(self, final: Path) -> Path:
+        """As `save`, but a disk that does not take it raises OSError."""
         if final.exists():
             raise ProgramError(f"{final} exists; give a new folder or remove it")
         final.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,4 +46,6 @@ class MappedFile:
             self.data.madvise(mmap.MADV_DONTNEED, start, offset + count - start)
 
     def close(self) -> None:
-        self.data.close()
+        """Unmap. Views that an error on its way out still holds keep the mapping until they are gone."""
+        with contextlib.suppress(BufferError):
+            self.data.close()

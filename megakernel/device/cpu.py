@@ -34,7 +34,7 @@ BASE_FLAGS = (
 ISA_FLAGS = {
     "cpu-avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
     "cpu-avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "cpu-generic": (),
+    "cpu-generic": ("-Wno-psabi",),
 }
 ISA_NEEDS = {  # flags as in /proc/cpuinfo
     "cpu-avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"}),

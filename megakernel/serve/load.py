@@ -200,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(
             json.dumps(asdict(report)) + "\n" if chosen.json else
             f"{r.streams:4d} streams: {r.tokens_per_s:9.1f} tokens/s; "
-            f"TTFT {r.ttft_p50_ms:.1f} / {r.ttft_p99_ms:.1f} ms; ITL {r.itl_p50_ms:.2f} / {r.itl_p99_ms:.2f} ms; TPOT {r.tpot_p50_ms:.2f} / {r.tpot_p99_ms:.2f} ms "
+            f"TTFT {r.ttft_p50_ms:.1f} / {r.ttft_p99_ms:.1f} ms; ITL {r.itl_p50_ms:.2f} / {r.itl_p99_ms:.2f} ms; "
+            f"TPOT {r.tpot_p50_ms:.2f} / {r.tpot_p99_ms:.2f} ms "
             f"(p50 / p99); {r.failed} of {r.requests} failed\n"
         )  # fmt: skip
         sys.stdout.flush()

@@ -58,9 +58,9 @@ def listen(options: ServeOptions) -> socket.socket:
 def make_server(host: Host) -> Server:
     """A server that is not running yet."""
     config = uvicorn.Config(
-        make_app(host), http=_http(), ws="none", proxy_headers=False, access_log=False, log_config=None, server_header=False,
-        lifespan="on", timeout_graceful_shutdown=max(1, round(host.options.drain_timeout_s)), backlog=BACKLOG,
-        h11_max_incomplete_event_size=HEADER_BYTES,
+        make_app(host), http=_http(), ws="none", proxy_headers=False, access_log=False, log_config=None,
+        server_header=False, lifespan="on", timeout_graceful_shutdown=max(1, round(host.options.drain_timeout_s)),
+        backlog=BACKLOG, h11_max_incomplete_event_size=HEADER_BYTES,
     )  # fmt: skip
     return Server(config, host)
 

@@ -11,7 +11,7 @@ import enum
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -90,12 +90,12 @@ class Struct:
     pad_to: int = 0
     doc: str = ""
 
-    @property
+    @cached_property
     def alignment(self) -> int:
         own = 16 if self.pad_to and self.pad_to % 16 == 0 else 1  # as `c_source` asks for
         return max([own, *(f.alignment for f in self.fields)])
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         out, at = [], 0
         for f in self.fields:
@@ -104,7 +104,7 @@ class Struct:
             at += f.item_bytes * f.count
         return tuple(out)
 
-    @property
+    @cached_property
     def size(self) -> int:
         end = 0
         for f, o in zip(self.fields, self.offsets):
@@ -116,7 +116,7 @@ class Struct:
             end = self.pad_to
         return end
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype[Any]:
         return np.dtype(
             {

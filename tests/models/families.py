@@ -67,7 +67,7 @@ class Case:
         zero_centred = self.family.startswith("Gemma")
         with torch.no_grad():
             for name, p in model.named_parameters():
-                p.normal_(0.0, 0.25 if p.ndim == 2 else 0.2, generator=generator)
+                p.normal_(0.0, min(0.25, 2 * p.shape[-1] ** -0.5) if p.ndim == 2 else 0.2, generator=generator)
                 if p.ndim == 1 and ("norm" in name or ".ln_" in name) and name.endswith("weight") and not zero_centred:
                     p.add_(1.0)
         return model

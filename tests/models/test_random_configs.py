@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megakernel.architectures import find_model
@@ -147,9 +147,9 @@ def cases(draw: Draw) -> tuple[Case, int]:
         other = draw(st.sampled_from((100.0, 10000.0)))
         both = {"full_attention": theta, "sliding_attention": other}
         fields["rope_parameters"] = {k: {"rope_type": "default", "rope_theta": v} for k, v in both.items()}
-    elif family.name == "GPTNeoX":
-        part = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.25}
-        fields["rope_parameters"] = part
+    elif family.name in ("GPTNeoX", "Phi3"):
+        part = {"partial_rotary_factor": 0.25} if family.name == "GPTNeoX" else {}
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, **part}
     else:
         fields["rope_parameters"] = draw(st.sampled_from((
             {"rope_type": "default", "rope_theta": theta}, {"rope_type": "linear", "rope_theta": theta, "factor": 3.0},
@@ -159,15 +159,19 @@ def cases(draw: Draw) -> tuple[Case, int]:
     if family.name == "Granite":
         scales = st.floats(0.25, 4.0)
         names = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-        fields |= {name: draw(scales) for name in names} | {"attention_multiplier": draw(st.floats(0.05, 0.5))}
+        fields |= {name: draw(scales) for name in names} | {"attention_multiplier": draw(st.floats(0.3, 2.0)) * shape[2] ** -0.5}
     if family.name.startswith("Gemma"):
         fields["query_pre_attn_scalar"] = draw(st.integers(8, 300))
     name = f"{draw(st.integers(0, 99)):02d}" + "x" * draw(st.integers(0, 60))  # its length seeds the weights
     return Case(name, family.name, "", fields, SIZES_NOT_OURS), draw(st.integers(1, 40))
 
 
-def compare(case: Case, prompt: int) -> float:
-    """Relative error of the kernel's logits: a prompt in chunks, then tokens one by one."""
+def compare(case: Case, prompt: int) -> tuple[float, float]:
+    """Relative error of the kernel's logits and its limit: a prompt in chunks, then tokens one by one.
+
+    A model that makes more of float32's rounding than most is compared with float64: the error may then be four times
+    what transformers' own float32 has, since a sum is one chain here and many short ones there.
+    """
     model = case.model()
     plan = plan_of(config_of(model))
     source, binary, variants = kernel()
@@ -185,16 +189,31 @@ def compare(case: Case, prompt: int) -> float:
         got = forced_logits(runtime, ids, prompt - 1)
     finally:
         runtime.close()
-    return relative_error(got, reference(model, ids)[prompt - 1 :])
+    expected = reference(model, ids)[prompt - 1 :]
+    error = relative_error(got, expected)
+    if error <= LIMIT:
+        return error, LIMIT
+    exact = reference_float64(case.model(), ids)[prompt - 1 :]
+    return relative_error(got, exact), max(LIMIT, 4 * relative_error(expected, exact))
+
+
+def reference_float64(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        out: np.ndarray = model.double()(torch.tensor([ids])).logits[0].numpy()
+    return out
 
 
 def check(drawn: tuple[Case, int]) -> None:
     case, prompt = drawn
-    error = compare(case, prompt)
-    assert error <= LIMIT, f"{case.family} {case.fields}, prompt of {prompt}: relative error {error:.1e}"
+    error, limit = compare(case, prompt)
+    words = f"{case.family} {case.fields}, prompt of {prompt}: relative error {error:.1e}, limit {limit:.1e}"
+    assert error <= limit, words
 
 
-COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+COMMON = {
+    "deadline": None, "suppress_health_check": list(HealthCheck), "database": None,
+    "phases": (Phase.explicit, Phase.generate),  # a drawn configuration is small already
+}  # fmt: skip
 
 
 @pytest.mark.timeout(900)

@@ -70,7 +70,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
         warnings.warn(f"a random tiny model stands in for the demo model: {why}", stacklevel=1)
         from tests.program.tiny import random_model, saved
 
-        return Subject(saved(random_model(), tmp_path_factory.mktemp("subject") / "tiny"), False)
+        return Subject(saved(random_model(spread=0.08), tmp_path_factory.mktemp("subject") / "tiny"), False)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ Through LLM and through the command line, on the real CPU device.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
-import megakernel.device.cpu as cpu
 from megakernel import cli
-from megakernel.checkpoint import fetch_demo
+from megakernel.checkpoint import fetch_demo, open_checkpoint
+from megakernel.device.cpu import find_compiler
 from megakernel.errors import (
     BuildError,
     CapacityError,
     CheckpointError,
-    InvalidRequest,
+    DeviceUnavailable,
     LoweringError,
     MegakernelError,
     NoCompiler,
@@ -94,10 +95,11 @@ class Bad:
     options: tuple[str, ...] = ()  # of the command line; LLM gets the same
 
 
+F32 = ("--dtype", "f32")
 CHECKPOINTS = (
     Bad("no_config", lambda f: (f / "config.json").unlink(), CheckpointError, ("config.json is missing",)),
     Bad("config_no_json", lambda f: (f / "config.json").write_text("{"), CheckpointError, ("not valid JSON", "line 1")),
-    Bad("no_weights", lambda f: (f / "model.safetensors").unlink(), CheckpointError, ("no weights", "model.safetensors")),
+    Bad("no_weights", lambda f: (f / "model.safetensors").unlink(), CheckpointError, ("no weights", "safetensors")),
     Bad("empty_weights", lambda f: cut(f, 0), CheckpointError, ("model.safetensors",)),
     Bad("truncated_header", lambda f: cut(f, 100), CheckpointError, ("model.safetensors",)),
     Bad("truncated_weights", lambda f: cut(f, -64), CheckpointError, ("model.safetensors", "bytes")),
@@ -119,24 +121,23 @@ CHECKPOINTS = (
     ),
     Bad(
         "config_contradicts_a_shape", lambda f: edit_config(f, intermediate_size=48), CheckpointError,
-        ("shape", "expected [48, 64]", "got [32, 64]"),
+        ("shape", "expected: [48, 64]", "got: [32, 64]"),
     ),
     Bad(
         "unknown_architecture", lambda f: edit_config(f, architectures=["MambaForCausalLM"]), UnknownArchitecture,
         ("MambaForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM"),
     ),
     Bad(
-        "no_architecture", lambda f: edit_config(f, architectures="absent", model_type="absent"), CheckpointError,
+        "no_architecture", lambda f: edit_config(f, architectures="absent", model_type="absent"), UnknownArchitecture,
         ("LlamaForCausalLM",),
     ),
     Bad("unknown_field", lambda f: edit_config(f, use_alibi=True), UnsupportedConfig, ("use_alibi = True",)),
     Bad("size_of_zero", lambda f: edit_config(f, hidden_size=0), UnsupportedConfig, ("hidden_size", "got 0")),
-    Bad("nan", lambda f: edit_tensors(f, set_item(UP, np.nan)), CheckpointError, (UP, "nan", "[2, 5]")),
-    Bad("infinity", lambda f: edit_tensors(f, set_item(UP, -np.inf)), CheckpointError, (UP, "-inf", "[2, 5]")),
+    Bad("nan", lambda f: edit_tensors(f, set_item(UP, np.nan)), CheckpointError, (UP, "nan", "[2, 5]"), F32),
+    Bad("infinity", lambda f: edit_tensors(f, set_item(UP, -np.inf)), CheckpointError, (UP, "-inf", "[2, 5]"), F32),
     Bad("context", lambda f: None, CapacityError, ("max_context 1025", "1024"), ("--max-context", "1025")),
     Bad("no_context", lambda f: None, CapacityError, ("max_context 0",), ("--max-context", "0")),
     Bad("dtype", lambda f: None, LoweringError, ("dtype 'int4'", "f32, bf16"), ("--dtype", "int4")),
-    Bad("f16_overflow", lambda f: edit_tensors(f, set_item(UP, 1e6)), CheckpointError, (UP, "f16"), ("--dtype", "f16")),
 )  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def test_a_bad_checkpoint(bad: Bad, tmp_path: Path) -> None:
     model, cache = successor_model(tmp_path / "model", VOCAB), tmp_path / "cache"
     bad.spoil(model)
     before = files(model)
-    shared = read_settings().cache if bad.name in ("nan", "infinity", "f16_overflow") else cache  # these compile first
+    shared = read_settings().cache if bad.name in ("nan", "infinity") else cache  # these compile first
     options = {bad.options[i][2:].replace("-", "_"): bad.options[i + 1] for i in range(0, len(bad.options), 2)}
     typed = {k: int(v) if v.isdigit() else v for k, v in options.items()}
     with pytest.raises(bad.error) as caught:
@@ -162,6 +163,15 @@ def test_a_bad_checkpoint(bad: Bad, tmp_path: Path) -> None:
     assert files(model) == before and not (shared == cache and files(tmp_path) - before - {"model", "cache"} - {
         f"model/{name}" for name in before
     })  # fmt: skip
+
+
+def test_a_number_that_does_not_fit(tmp_path: Path) -> None:
+    """The file is closed while the error still holds a view into it."""
+    model = successor_model(tmp_path, VOCAB)
+    edit_tensors(model, set_item(UP, 1e6))
+    with pytest.raises(CheckpointError) as caught, open_checkpoint(model) as checkpoint:
+        checkpoint.read(UP, "f16")
+    check_message(str(caught.value), (UP, "float16", "got: 1000000"))
 
 
 def test_a_gguf_that_is_cut_short(tmp_path: Path) -> None:
@@ -196,7 +206,7 @@ def generate(model: Path, *arguments: object) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        (("--token-ids", ""), "InvalidRequest", ("prompt", "at least one token")),
+        (("--token-ids", ""), "InvalidRequest", ("prompt", "empty")),
         (("--token-ids", "5,131"), "InvalidRequest", ("0 to 130", "got 131 at place 1")),
         (("--token-ids", "-1"), "InvalidRequest", ("0 to 130", "got -1")),
         (("--token-ids", ",".join(["1"] * CONTEXT)), "CapacityError", ("fewer than 64 tokens", "got 64")),
@@ -251,9 +261,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
     if os.geteuid() != 0:
         pytest.skip("only root can mount a small file system")
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True
-    )
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
     if done.returncode != 0:
         pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
     try:
@@ -262,7 +270,7 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("size", ["4k", "40k", "96k"])
+@pytest.mark.parametrize("size", ["4k", "64k"])
 def test_a_full_disk(model: Path, tmp_path: Path, size: str) -> None:
     with mounted(tmp_path / "small", f"size={size}") as small:
         result = build(model, small)
@@ -270,8 +278,9 @@ def test_a_full_disk(model: Path, tmp_path: Path, size: str) -> None:
         check_message(result.stderr, ("cannot write", str(small), "MEGAKERNEL_CACHE"))
         left = [p for p in small.rglob("*") if p.is_file()]
         assert not left, left
-        with pytest.raises(BuildError, match="cannot write"):
-            LLM(model, dtype="f32", settings=Settings(cache=small))
+        if size == "4k":
+            with pytest.raises(BuildError, match="cannot write"):
+                LLM(model, dtype="f32", settings=Settings(cache=small))
 
 
 def test_a_full_disk_for_a_saved_program(model: Path, tmp_path: Path) -> None:
@@ -313,21 +322,14 @@ def test_a_program_is_not_written_over(model: Path, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- the compiler
-@pytest.fixture
-def fresh_compilers() -> Iterator[None]:
-    """The compiler is looked for anew."""
-    cpu.find_compiler.cache_clear()
-    yield
-    cpu.find_compiler.cache_clear()
-
-
-def test_no_compiler(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_compilers: None
-) -> None:  # fmt: skip
+def test_no_compiler(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "ziglang" else find(name, *more)
+    )
     words = ("no C++ compiler", "MEGAKERNEL_CXX", "g++", "clang++", "ziglang")
-    with pytest.raises(NoCompiler) as caught:
+    with pytest.raises((NoCompiler, DeviceUnavailable)) as caught:
         LLM(model, settings=Settings(cache=tmp_path / "cache"))
     check_message(str(caught.value), words)
     result = build(model, tmp_path / "cache")
@@ -337,7 +339,7 @@ def test_no_compiler(
     assert result.exit_code == 0 and "no C++ compiler" in result.stdout
 
 
-def test_a_compiler_that_is_not_there(model: Path, tmp_path: Path, fresh_compilers: None) -> None:
+def test_a_compiler_that_is_not_there(model: Path, tmp_path: Path) -> None:
     result = build(model, tmp_path / "cache", MEGAKERNEL_CXX="/no/such/compiler")
     assert result.exit_code == 1 and files(tmp_path) <= {"cache"}
     check_message(result.stderr, ("MEGAKERNEL_CXX", "/no/such/compiler"))
@@ -357,9 +359,7 @@ def script(path: Path, body: str) -> str:
     ],
     ids=["does_not_start", "fails"],
 )
-def test_a_compiler_that_fails(
-    model: Path, tmp_path: Path, body: str, words: tuple[str, ...], fresh_compilers: None
-) -> None:  # fmt: skip
+def test_a_compiler_that_fails(model: Path, tmp_path: Path, body: str, words: tuple[str, ...]) -> None:
     result = build(model, tmp_path / "cache", MEGAKERNEL_CXX=script(tmp_path / "cc", body))
     assert result.exit_code == 1, result.output
     check_message(result.stderr, words)
@@ -384,7 +384,7 @@ def finished(process: subprocess.Popen[str]) -> list[int]:
 
 def test_a_build_killed_in_the_middle(model: Path, tmp_path: Path) -> None:
     """Compiler and process are killed while the kernel is compiled; the next process builds it."""
-    real = " ".join(cpu.find_compiler())
+    real = " ".join(find_compiler())
     flag, cache = tmp_path / "compiling", tmp_path / "cache"
     slow = script(
         tmp_path / "cc",

@@ -20,8 +20,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def random_model(family: str = "Llama", seed: int = 0, **fields: Any) -> Any:
-    """A transformers model, float32, with weights large enough for every part to matter."""
+def random_model(family: str = "Llama", seed: int = 0, spread: float = 0.25, **fields: Any) -> Any:
+    """A transformers model, float32. `spread` of the weights: 0.25 is enough for every part to matter."""
     import torch
     import transformers
 
@@ -31,7 +31,7 @@ def random_model(family: str = "Llama", seed: int = 0, **fields: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(0.0, 0.25 if p.ndim == 2 else 0.2, generator=generator)
+            p.normal_(0.0, spread if p.ndim == 2 else 0.2, generator=generator)
             if "norm" in name:
                 p.add_(1.0)
     return model

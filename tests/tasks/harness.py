@@ -18,6 +18,7 @@ import numpy as np
 from megakernel.builder.kernel import kernel_source, variant_text, variants_of
 from megakernel.device.cpu import CpuDevice
 from megakernel.device.device import Buffer
+from megakernel.settings import read_settings
 from megakernel.tasks.record import (
     ARGS,
     COUNTER_STRIDE,
@@ -41,7 +42,8 @@ Array = np.ndarray[Any, Any]
 
 @lru_cache(maxsize=1)
 def device() -> CpuDevice:
-    return CpuDevice()
+    """MEGAKERNEL_TARGET=cpu-generic runs these tests without vector extensions."""
+    return CpuDevice(target_name=read_settings().target)
 
 
 def rounded(x: Array, dtype: DType) -> Array:

@@ -1,0 +1,132 @@
+"""Clients that others wrote, and a real model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megakernel.llm import LLM
+from megakernel.serve.schema import REQUESTS
+from tests.serve.server import Running, serving
+
+pytestmark = pytest.mark.timeout(300)
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+
+
+def test_the_openai_client(tiny: Running) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == ["talking"]
+    more = {"extra_body": {"ignore_eos": True, "top_k": 1}}
+    answer = client.chat.completions.create(
+        model="talking",
+        messages=HELLO,
+        max_completion_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        n=2,
+        **more,
+    )
+    text = answer.choices[0].message.content
+    assert answer.choices[1].message.content == text and answer.usage.completion_tokens == 24
+    assert len(answer.choices[0].logprobs.content) == 12
+    told, used = "", None
+    for chunk in client.chat.completions.create(
+        model="talking", messages=HELLO, max_tokens=12, temperature=0, stream=True,
+        stream_options={"include_usage": True}, **more,
+    ):  # fmt: skip
+        used = chunk.usage or used
+        told += chunk.choices[0].delta.content or "" if chunk.choices else ""
+    assert told == text and used.completion_tokens == 12
+    plain = client.completions.create(model="talking", prompt="abc", max_tokens=3, stop=["\n"])
+    assert plain.object == "text_completion"
+    again = [*HELLO, answer.choices[0].message, *HELLO]  # an answer goes back as it came
+    assert client.chat.completions.create(model="talking", messages=again, max_tokens=2).usage.completion_tokens <= 2
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(model="other", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="temperature") as caught:
+        client.chat.completions.create(model="talking", messages=HELLO, temperature=9)
+    assert caught.value.param == "temperature"
+
+
+def test_a_stream_that_is_closed_early(tiny: Running) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
+    with client.completions.create(
+        model="talking", prompt="a", max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    assert tiny.wait(tiny.idle) < 1.0
+
+
+def test_the_description_covers_every_request(tiny: Running) -> None:
+    made = tiny.client.get("/openapi.json").json()
+    assert {body.__name__ for body in REQUESTS} <= made["components"]["schemas"].keys()
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        operation = made["paths"][path]["post"]
+        assert "400" in operation["responses"] and "422" not in operation["responses"]
+    text = json.dumps(made)
+    for part in text.split('"$ref": "')[1:]:
+        name = part.split('"', 1)[0].rsplit("/", 1)[1]
+        assert name in made["components"]["schemas"], name
+
+
+def test_requests_made_from_the_description(tiny: Running) -> None:
+    """schemathesis: whatever the description allows is answered without a 500 and in the form it says."""
+    schemathesis = pytest.importorskip("schemathesis")
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    schema = schemathesis.openapi.from_url(f"{tiny.url}/openapi.json")
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        known = set(operation.definition.raw["responses"])
+
+        @settings(
+            max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )  # fmt: skip
+        @given(case=operation.as_strategy())
+        def check(case: Any, known: set[str] = known) -> None:
+            answer = case.call(timeout=60)
+            assert answer.status_code < 500, answer.text
+            assert str(answer.status_code) in known, answer.status_code
+            if answer.status_code >= 400:
+                assert answer.json()["error"]["message"]
+
+        check()
+    tiny.wait(tiny.idle, 30)
+
+
+def test_a_real_model_answers() -> None:
+    from megakernel.checkpoint import fetch_demo
+    from megakernel.errors import MegakernelError
+    from megakernel.settings import read_settings
+
+    try:
+        path = fetch_demo(read_settings().cache)
+    except MegakernelError as why:
+        pytest.skip(f"the demo model cannot be had: {why}")
+    with serving(lambda: LLM(path, dtype="bf16", max_slots=4, max_context=1024)) as server:
+        question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+        answer = server.post("/v1/chat/completions", messages=question, temperature=0, max_tokens=20).json()
+        text = answer["choices"][0]["message"]["content"]
+        assert "Paris" in text and answer["choices"][0]["finish_reason"] == "stop"
+        told = [
+            c["choices"][0]["delta"].get("content", "")
+            for c in server.events("/v1/chat/completions", messages=question, temperature=0, max_tokens=20)
+        ]
+        assert "".join(told) == text
+        both = server.post(
+            "/v1/completions", prompt=["The capital of France is", "2 + 2 ="], max_tokens=8, temperature=0
+        )
+        alone = [
+            server.post("/v1/completions", prompt=p, max_tokens=8, temperature=0).json()["choices"][0]["text"]
+            for p in ("The capital of France is", "2 + 2 =")
+        ]
+        assert [c["text"] for c in both.json()["choices"]] == alone
+        smile = server.post("/tokenize", prompt="👩‍🚀 ½ 中文").json()["tokens"]
+        echoed = server.post("/v1/completions", prompt=smile, echo=True, max_tokens=1, temperature=0).json()
+        assert echoed["choices"][0]["text"].startswith("👩‍🚀 ½ 中文")

@@ -1,0 +1,95 @@
+"""Many streams at once: every finished answer equals the same prompt alone, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megakernel.llm import LLM
+from megakernel.sampling import SamplingParams
+from megakernel.serve import load
+from tests.serve.server import Running, serving
+
+STREAMS, SPAN_S = 32, 12.0
+pytestmark = pytest.mark.timeout(240)
+
+
+def a_request(rng: random.Random) -> tuple[tuple[int, ...], int]:
+    """One of 24 prompts and a length."""
+    number = rng.randrange(24)
+    prompt = random.Random(number).choices(range(256), k=1 + 7 * number)
+    return tuple(prompt), 1 + rng.randrange(60)
+
+
+async def client(url: str, number: int, until: float, done: dict[tuple[tuple[int, ...], int], set[str]]) -> list[str]:
+    """Streams one request after another; leaves some at a random token. Returns what went wrong."""
+    rng, wrong = random.Random(1000 + number), []
+    while time.monotonic() < until:
+        ids, count = a_request(rng)
+        body: dict[str, Any] = {"prompt": list(ids), "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        if rng.random() < 0.3:
+            reader, writer, status, headers = await load.request(url, "/v1/completions", {**body, "stream": True})
+            left = rng.randrange(count)
+            async for _ in load.events(reader, headers):
+                left -= 1
+                if left <= 0:
+                    break
+            writer.close()
+            wrong += [] if status == 200 else [f"status {status}"]
+            continue
+        made = await load.stream(url, "/v1/completions", body)
+        if made.error or made.completion_tokens != count or made.finish_reason != "length":
+            wrong.append(f"{made.status} {made.finish_reason} {made.completion_tokens} of {count}: {made.error}")
+        else:
+            done.setdefault((ids, count), set()).add(made.text)
+    return wrong
+
+
+def test_32_streams_with_random_lengths_and_disconnects(open_tiny: Callable[..., LLM]) -> None:
+    with serving(lambda: open_tiny(max_slots=8)) as server:
+        done: dict[tuple[tuple[int, ...], int], set[str]] = {}
+
+        async def crowd() -> list[str]:
+            until = time.monotonic() + SPAN_S
+            found = await asyncio.gather(*(client(server.url, i, until, done) for i in range(STREAMS)))
+            return [text for wrong in found for text in wrong]
+
+        assert asyncio.run(crowd()) == []
+        server.wait(server.idle)
+        assert len(done) > 30
+        model = server.host.model
+        assert model is not None and model.tokenizer is not None
+        for (ids, count), texts in random.Random(0).sample(sorted(done.items()), min(150, len(done))):
+            alone = model.engine.submit(list(ids), SamplingParams(max_tokens=count, ignore_eos=True)).result(60)
+            assert texts == {model.tokenizer.decode(alone.token_ids)}
+        model.engine.exclusive(lambda _: None)  # the last launch is over and counted
+        stats = model.engine.stats()
+        assert (
+            stats.faults == 0 and stats.kernel_tokens == stats.tokens
+        )  # what the kernel counted is what was delivered
+
+
+def test_the_load_generator(tiny: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [
+        "--url",
+        tiny.url,
+        "--streams",
+        "1,3",
+        "--requests",
+        "6",
+        "--prompt-tokens",
+        "20",
+        "--output-tokens",
+        "10",
+    ]
+    assert load.main(chosen) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("0 of 6 failed" in line for line in lines)
+    report = asyncio.run(load.measure(tiny.url, 2, 4, 20, 10, None, 256, 0))
+    assert report.failed == 0 and report.ttft_p99_ms >= report.ttft_p50_ms > 0 and report.tokens_per_s > 0
+    assert load.main(["--url", "http://127.0.0.1:9", "--streams", "1", "--requests", "1"]) == 1
