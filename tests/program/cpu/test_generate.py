@@ -194,7 +194,8 @@ def test_open_run_close_fifty_times(opened: Open) -> None:
         found.add(llm.generate([ids], greedy(4))[0].token_ids)
         llm.close()
         counts.append(len(list(Path("/proc/self/task").iterdir())))
-    assert len(found) == 1 and counts[-1] == counts[0]
+    assert len(found) == 1
+    assert counts[-1] < counts[0] + 10, counts  # a leak of one thread an engine would add 50; libraries may start one
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bf16", None), ("f16", "f32"), ("f32", "bf16")])
