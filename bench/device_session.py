@@ -254,16 +254,6 @@ def trace_shape(name: str, context: int, steps: int = 40) -> None:
         f"  whole: {(previous - first) / 1000:.1f} us; microseconds after the last end of the node before: mean, last"
     )
     print("  " + " " * 32 + "  n " + "".join(f"{POINTS[p]:>15s}" for p in (1, 2, 3, 6, 7, 8)))
-    print("  cycles of a record, mean over workers: waiting for weights, handing over, all, for the input; storer after its sums")
-    done = set()
-    for node, info in enumerate(m.nodes):
-        key = f"{info.task} {info.name.split('.')[-1]}"
-        if info.layer not in (-1, m.nodes[len(m.nodes) // 2].layer) or info.task != "matmul" or key in done:
-            continue
-        done.add(key)
-        at = list(zip(*np.nonzero(node_of == node)))
-        tiles = np.mean([program.records["tile_count"][w, i] for w, i in at])
-        print(f"    {key:32s} tiles {tiles:6.2f} " + " ".join(f"{np.mean([raw[w, p, i] for w, i in at]):9.0f}" for p in range(9, 14)))
     for key, rows in table.items():
         r = np.nanmedian(np.array(rows)[1:] if len(rows) > 2 else np.array(rows), axis=0)
         print(

@@ -31,29 +31,14 @@ constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
 
-constexpr uint32_t kTracePoints = 16, kTraceRecords = 256;  // u64 [workers][kTracePoints][kTraceRecords]
-
-// Stages in the order in which they are filled.
-struct Ring {
-  uint32_t slot, parity;
-
-  __device__ __forceinline__ void next() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// What a warp keeps from one record to the next, in shared memory: so that the many functions that play a role take and
-// return nothing, and a call of one is a jump.
-struct RoleState {
+// What a warp is at, for its fault report.
+struct Place {
   uint64_t step;
   const abi::Record* record;
-  uint32_t record_index, group_parity, turn, random;
-  Ring ring, tail;
-  uint32_t in_flight, sums_slot, sums_parity;  // parity: one bit a slot
+  uint32_t record_index;
 };
+
+constexpr uint32_t kTracePoints = 16, kTraceRecords = 256;  // u64 [workers][kTracePoints][kTraceRecords]
 
 struct alignas(128) Block {
   uint8_t ring[kStages][kStageBytes];
@@ -66,6 +51,7 @@ struct alignas(128) Block {
   uint64_t even_workspace;   // the copy of even steps
   uint64_t posted;           // commands, as the mailbox said a moment ago
   uint64_t first_step;       // the launch began after this one
+  uint32_t barrier_patience; // in units of 2^20 ns, before a wait inside the block is in vain
   uint64_t full[kStages], empty[kStages];
   uint64_t record_full[kRecords], record_empty[kRecords];
   uint64_t header_full[2], step_done;
@@ -74,9 +60,8 @@ struct alignas(128) Block {
   float reduce_float[2][kConsumers];
   int32_t reduce_int[2][kConsumers];
   uint64_t broadcast_word[2];
-  RoleState state[kWarps];
+  Place place[kWarps];
   uint8_t copying[kStages];  // of each stage: 0 never filled, else 2 + parity of the phase that fills it
-  uint32_t stop;             // every thread of the block ends when it next waits
   uint32_t failed;           // a task of this worker has reported a fault
   uint32_t dropped;          // the signal that a test wants lost has been lost
 };
@@ -99,9 +84,9 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
   if (threadIdx.x < sizeof(abi::KernelArgs) / 4) {
     reinterpret_cast<uint32_t*>(&b.args)[threadIdx.x] = reinterpret_cast<const uint32_t*>(&args)[threadIdx.x];
   }
-  if (threadIdx.x % 32 == 0) b.state[threadIdx.x / 32] = RoleState{};
   if (threadIdx.x == 0) {
     b.even_workspace = args.workspace;
+    b.barrier_patience = uint32_t(args.spin_budget_ns >> 20) + 1;
     for (uint32_t i = 0; i < kStages; ++i) {
       barrier_init(&b.full[i], kFullArrivals);
       barrier_init(&b.empty[i], kConsumers);
@@ -119,7 +104,7 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     barrier_init(&b.step_done, kConsumers + 2);  // consumers, producer, storer
     barrier_init(&b.group, kConsumers);
     barrier_init(&b.rolled, 1);
-    b.dropped = b.failed = b.stop = 0;
+    b.dropped = b.failed = 0;
     b.posted = ~uint64_t(0);
   }
   fence_shared_for_copies();
@@ -130,8 +115,7 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
 // The first fault of a launch is recorded; every warp leaves when it next waits.
 __device__ __noinline__ void report_fault(
     abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
-  // The control warp speaks for the consumers that it waits for.
-  const RoleState& at = block().state[role_of_warp() == abi::Role::kControl ? 0 : threadIdx.x / 32];
+  const Place& at = block().place[threadIdx.x / 32];
   abi::LaunchState* launch = launch_state();
   if (atomicCAS(&launch->abort, 0u, 1u) != 0) return;
   auto* f = reinterpret_cast<abi::FaultRecord*>(block().args.fault);
@@ -161,11 +145,10 @@ MK_DEVICE void drain_copies() {
 }
 
 __device__ __noinline__ void report_vain_wait(abi::FaultKind kind, uint32_t counter, uint64_t value, uint64_t target) {
-  if (load_word(&launch_state()->abort) == 0 && block().stop == 0) {
-    const abi::Record* record = block().state[threadIdx.x / 32].record;
+  if (load_word(&launch_state()->abort) == 0) {
+    const abi::Record* record = block().place[threadIdx.x / 32].record;
     report_fault(kind, record ? record->tile_begin : abi::kNone, counter, value, target);
   }
-  *static_cast<volatile uint32_t*>(&block().stop) = 1;
   if (threadIdx.x / 32 == kProducerWarp) drain_copies();
 }
 
@@ -186,8 +169,7 @@ struct Patience {
     if (++turns % 64 != 0) return false;
     const uint64_t now = clock_ns();
     if (began == 0) began = now;
-    const bool stop = *static_cast<volatile uint32_t*>(&block().stop) != 0;
-    return stop || now - began >= block().args.spin_budget_ns || load_word(&launch_state()->abort) != 0;
+    return now - began >= block().args.spin_budget_ns || load_word(&launch_state()->abort) != 0;
   }
 };
 
@@ -200,6 +182,13 @@ __device__ __noinline__ uint32_t random_delay(uint32_t state) {
 }
 
 // ------------------------------------------------------------------------------------------------ worker
+// What changes in a warp's view of its worker: goes in and out of functions by value.
+struct WorkerState {
+  uint64_t step;
+  const abi::Record* record;
+  uint32_t record_index, group_parity, turn, random;
+};
+
 // One warp's view of its worker; the 8 consumers together are the group of a simple task. Nothing takes its address, so
 // that everything in it is a register.
 struct Worker {
@@ -212,39 +201,16 @@ struct Worker {
   uint32_t record_index = 0;
   uint32_t group_parity = 0, turn = 0, random;
 
-  MK_DEVICE Worker() : args(block().args), id(blockIdx.x), random(0) {}
-  MK_DEVICE void seed() {
+  MK_DEVICE Worker() : args(block().args), id(blockIdx.x) {
     random = (args.chaos_seed + 1) * 0x9E3779B9u ^ (blockIdx.x * kWarps + threadIdx.x / 32 + 1) * 0x85EBCA6Bu;
   }
 
   Worker(const Worker&) = delete;
 
-  MK_DEVICE RoleState& state() const { return block().state[threadIdx.x / 32]; }
-  MK_DEVICE void load() {
-    const RoleState& s = state();
+  MK_DEVICE WorkerState state() const { return {step, record, record_index, group_parity, turn, random}; }
+  MK_DEVICE void set(const WorkerState& s) {
     begin_step(s.step);
-    record = s.record, record_index = s.record_index;
-    group_parity = s.group_parity, turn = s.turn, random = s.random;
-  }
-  MK_DEVICE void save() const {
-    RoleState& s = state();
-    s.group_parity = group_parity, s.turn = turn, s.random = random;
-    __syncwarp();
-  }
-
-  // Cycles of this processor, in a build with the timeline.
-  MK_DEVICE static uint64_t cycles() {
-#ifdef MEGAKERNEL_TRACE
-    return clock64();
-#else
-    return 0;
-#endif
-  }
-  MK_DEVICE void trace(uint32_t point, uint64_t value) const {
-#ifdef MEGAKERNEL_TRACE
-    if (args.trace == 0 || warp_lane() != 0 || record_index >= kTraceRecords) return;
-    reinterpret_cast<uint64_t*>(args.trace)[(uint64_t(id) * kTracePoints + point) * kTraceRecords + record_index] = value;
-#endif
+    record = s.record, record_index = s.record_index, group_parity = s.group_parity, turn = s.turn, random = s.random;
   }
 
   // The timeline: when this warp passed a point of its record, kept for the last step.
@@ -260,12 +226,10 @@ struct Worker {
   MK_DEVICE uint32_t warp() const { return threadIdx.x / 32; }
   MK_DEVICE uint32_t warp_lane() const { return threadIdx.x % 32; }
 
-  // What the functions that follow work on, and what their fault reports name.
+  // For fault reports of what follows.
   MK_DEVICE void mark(const abi::Record* r) {
     record = r;
-    RoleState& s = state();
-    s.step = step, s.record = r, s.record_index = record_index;
-    __syncwarp();
+    if (warp_lane() == 0) block().place[warp()] = {step, r, record_index};
   }
 
   MK_DEVICE void begin_step(uint64_t s) {
@@ -338,18 +302,16 @@ struct Worker {
     }
   }
 
-  // A phase of a barrier inside the block. Only the control warp and the producer look at the clock: when they have
-  // waited too long, or another worker has failed, they stop the block.
-  MK_DEVICE void wait_barrier(uint64_t* barrier, uint32_t parity) {
-    if constexpr (kChaos) random = random_delay(random);
-    barrier_wait(shared_address(barrier), parity, shared_address(&block().stop));
-  }
-  MK_DEVICE void watch_barrier(uint64_t* barrier, uint32_t parity, abi::FaultKind kind = abi::FaultKind::kRingBudget) {
+  // A phase of a barrier inside the block.
+  MK_DEVICE void wait_barrier(uint64_t* barrier, uint32_t parity, abi::FaultKind kind = abi::FaultKind::kRingBudget) {
     if constexpr (kChaos) random = random_delay(random);
     const uint32_t address = shared_address(barrier);
-    Patience patience;
-    while (!barrier_try(address, parity)) {
-      if (patience.over()) give_up(kind, abi::kNone, 0, parity);
+    uint32_t began = 0;  // in units of 2^20 ns
+    for (uint32_t turns = 1; __builtin_expect(!barrier_try(address, parity), 0); ++turns) {
+      if (turns % 1024 != 0) continue;
+      const uint32_t now = uint32_t(clock_ns() >> 20);
+      if (began == 0) began = now;
+      if (now - began > block().barrier_patience || aborted()) give_up(kind, abi::kNone, 0, parity);
     }
   }
 

@@ -45,8 +45,8 @@ struct Core<tasks::Attention<kConfig>> {
   struct Items {
     const abi::StepHeader& h;
     const Fields& f;
-    uint32_t tile, end, share;  // share: of the tile among those of its head
-    uint32_t head, group_row, group_rows, piece, piece_end, count, page, last_page;  // count: items so far, modulo splits
+    uint32_t tile, end;
+    uint32_t head, group_row, group_rows, piece, piece_end, count, page, last_page;
 
     MK_DEVICE Items(const abi::StepHeader& header, const abi::Record& record, const Fields& fields)
         : h(header), f(fields), tile(record.tile_begin), end(record.tile_begin + record.tile_count) {
@@ -72,8 +72,7 @@ struct Core<tasks::Attention<kConfig>> {
    private:
     MK_DEVICE void begin_tile() {
       head = tile / f.splits;
-      share = tile - head * f.splits;
-      count = head % f.splits;
+      count = head;
       group_row = group_rows = piece = piece_end = 0;
     }
 
@@ -86,9 +85,8 @@ struct Core<tasks::Attention<kConfig>> {
       while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == h.row[group_row].slot) ++group_rows;
       const uint32_t first = tasks::first_seen(h.row[group_row].position, f.window) / kPiece;
       piece_end = h.row[group_row + group_rows - 1].position / kPiece + 1;
-      piece = first + (share >= count ? share - count : share + f.splits - count);
+      piece = first + (tile + f.splits - count % f.splits) % f.splits;
       count += piece_end - first;
-      if (count >= f.splits) count %= f.splits;
       return true;
     }
 
@@ -99,9 +97,9 @@ struct Core<tasks::Attention<kConfig>> {
   };
 
   // ---------------------------------------------------------------------------------------------- producer
-  static __device__ __noinline__ void produce() {
+  static __device__ __noinline__ ProducerState produce(ProducerState state) {
     Producer p;
-    p.load();
+    p.set(state);
     Worker& w = p.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
@@ -118,7 +116,7 @@ struct Core<tasks::Attention<kConfig>> {
         p.put(pool + (page * kKvHeads + items.head) * kUnitBytes, kUnitBytes);
       }
     }
-    p.save();
+    return p.state();
   }
 
   // ---------------------------------------------------------------------------------------------- one head at a position
@@ -342,32 +340,21 @@ struct Core<tasks::Attention<kConfig>> {
   };
 
   // ---------------------------------------------------------------------------------------------- consumer
-  static __device__ __noinline__ void consume() {
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
     Consumer c;
-    c.load();
+    c.set(state);
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
     w.sync();  // scratch is free
     wait_counters(w, record);
     char* pool = reinterpret_cast<char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
-#pragma unroll 1
-    for (uint32_t past = 0; past < 2; ++past) {  // this step's items; then what the step before wrote is cleared
-      Items item(past ? *w.last : *w.header, record, f);
-#pragma unroll 1
-      while (item.next()) {
-        if (past) {
-          clear_item(w, f, item);
-        } else {
-          run_item(c, f, item, pool);
-        }
-      }
-    }
-    if (record.signal != abi::kNone) {
-      w.sync();
-      if (w.lane() == 0) signal_counter(w, record);
-    }
-    c.save();
+    Items item(*w.header, record, f);
+    while (item.next()) run_item(c, f, item, pool);
+    clear_last(w, record, f);
+    w.sync();
+    if (w.lane() == 0) signal_counter(w, record);
+    return c.state();
   }
 
   MK_DEVICE static void run_item(Consumer& c, const Fields& f, const Items& item, char* pool) {
@@ -380,9 +367,9 @@ struct Core<tasks::Attention<kConfig>> {
     uint32_t row = item.group_row + low - from;
     const uint32_t end = mine && low < high ? row + high - low : row;
     Fresh fresh;
-    Quad q[kChunks] = {};
+    Quad q[2][kChunks] = {};
     if (row < end) fresh.ask(w, f, item, row);
-    if (mine) load_query(w, f, item, w.warp_lane() / 4, q);
+    if (mine) load_queries(w, f, item, 0, q);
     const Ring first = c.ring;
     uint8_t* stage = nullptr;
 #pragma unroll 1
@@ -398,14 +385,26 @@ struct Core<tasks::Attention<kConfig>> {
     }
     const uint32_t rows = item.group_rows * kGroup;
 #pragma unroll 1
-    for (uint32_t base = 0; base < rows; base += 8) {
-      if (base > 0 && mine) load_query(w, f, item, base + w.warp_lane() / 4, q);
+    for (uint32_t base = 0; base < rows; base += 16) {
+      if (base > 0 && mine) load_queries(w, f, item, base, q);
       attend(w, f, item, base, stage, run_start, q);
     }
     __syncwarp();
     Ring back = first;
 #pragma unroll 1
     for (uint32_t page = item.page; page <= item.last_page; ++page, back.next()) c.give_back(back.slot);
+  }
+
+  // q-rows [base, base + 16): low half and high half of the rows of the A operand.
+  MK_DEVICE static void load_queries(Worker& w, const Fields& f, const Items& item, uint32_t base, Quad (&q)[2][kChunks]) {
+    const bool both = item.group_rows * kGroup - base > 8;
+#pragma unroll 1
+    for (uint32_t h = 0; h < (both ? 2 : 1); ++h) {
+      Quad half[kChunks];
+      load_query(w, f, item, base + w.warp_lane() / 4 + h * 8, half);
+#pragma unroll
+      for (uint32_t i = 0; i < kChunks; ++i) (h ? q[1][i] : q[0][i]) = half[i];
+    }
   }
 
   // Tokens [low, high) of the run that the q-row sees.
@@ -421,11 +420,12 @@ struct Core<tasks::Attention<kConfig>> {
     }
   };
 
-  // q-rows [base, base + 8) of the item against this warp's run; then all runs merged and published.
+  // q-rows [base, base + 16) of the item against this warp's run; then all runs merged and published.
   MK_DEVICE static void attend(Worker& w, const Fields& f, const Items& item, uint32_t base, const uint8_t* stage,
-                               uint32_t run_start, const Quad (&q)[kChunks]) {
-    const uint32_t lane = w.warp_lane(), t = lane % 4;
-    float top = -kInfinity, total = 0.0f;
+                               uint32_t run_start, const Quad (&q)[2][kChunks]) {
+    const uint32_t lane = w.warp_lane(), g = lane / 4, t = lane % 4;
+    const bool both = item.group_rows * kGroup - base > 8;  // q-rows 8 to 15 too
+    float top[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
     float o[kValueTiles][4] = {};
     if (stage) {
       float s[4][4] = {};
@@ -435,68 +435,87 @@ struct Core<tasks::Attention<kConfig>> {
 #pragma unroll
         for (uint32_t i = 0; i < kChunks; ++i) {
           const Quad b = *reinterpret_cast<const Quad*>(keys + j * (kDim * 16) + i * 512);
-          multiply<kHalf>(s[j], q[i].x, 0, q[i].y, 0, b.x, b.y);
-          multiply<kHalf>(s[j], q[i].z, 0, q[i].w, 0, b.z, b.w);
+          multiply<kHalf>(s[j], q[0][i].x, q[1][i].x, q[0][i].y, q[1][i].y, b.x, b.y);
+          multiply<kHalf>(s[j], q[0][i].z, q[1][i].z, q[0][i].w, q[1][i].w, b.z, b.w);
         }
       }
-      soften(f, s, Seen(w, f, item, base + lane / 4, run_start), t, top, total);
-      uint32_t p[4];
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
+      for (uint32_t h = 0; h < 2; ++h) {
+        if (h == 0 || both) soften(f, s, h, Seen(w, f, item, base + g + h * 8, run_start), t, top[h], total[h]);
+      }
+      uint32_t p[4][2];
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) {
+        p[j][0] = pack<kHalf>(s[j][0], s[j][1]);
+        p[j][1] = pack<kHalf>(s[j][2], s[j][3]);  // zeros when there are no such rows
+      }
       const uint8_t* values = stage + kKeyBytes + run_start % kPage / 32 * (kDim * 64) + lane * 16;
 #pragma unroll
       for (uint32_t n = 0; n < kValueTiles; ++n) {
         const Quad b = *reinterpret_cast<const Quad*>(values + n * 512);
-        multiply<kHalf>(o[n], p[0], 0, p[1], 0, b.x, b.y);
-        multiply<kHalf>(o[n], p[2], 0, p[3], 0, b.z, b.w);
+        multiply<kHalf>(o[n], p[0][0], p[0][1], p[1][0], p[1][1], b.x, b.y);
+        multiply<kHalf>(o[n], p[2][0], p[2][1], p[3][0], p[3][1], b.z, b.w);
       }
     }
     merge(w, f, item, base, top, total, o);
   }
 
-  // Scores become weights.
-  MK_DEVICE static void soften(const Fields& f, float (&s)[4][4], const Seen& seen, uint32_t t, float& top, float& total) {
+  // Scores of one half of the rows become weights.
+  MK_DEVICE static void soften(
+      const Fields& f, float (&s)[4][4], uint32_t h, const Seen& seen, uint32_t t, float& top, float& total) {
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-      float& v = s[i / 2][i % 2];
-      v *= f.scale;
-      if constexpr (kConfig.softcap) v = f.softcap * tanhf(v / f.softcap);
-      const uint32_t token = i / 2 * 8 + t * 2 + i % 2;
-      if (token < seen.low || token >= seen.high) v = -kInfinity;
-      top = max(top, v);
+    for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+      for (uint32_t e = 0; e < 2; ++e) {
+        float& v = s[j][h * 2 + e];
+        v *= f.scale;
+        if constexpr (kConfig.softcap) v = f.softcap * tanhf(v / f.softcap);
+        const uint32_t token = j * 8 + t * 2 + e;
+        if (token < seen.low || token >= seen.high) v = -kInfinity;
+        top = max(top, v);
+      }
     }
     top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
     const float base = top == -kInfinity ? 0.0f : top;
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) {
-      float& v = s[i / 2][i % 2];
-      v = exp2_fast((v - base) * kLog2e);
-      total += v;
+    for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+      for (uint32_t e = 0; e < 2; ++e) {
+        float& v = s[j][h * 2 + e];
+        v = exp2_fast((v - base) * kLog2e);
+        total += v;
+      }
     }
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
   }
 
   // Results of the runs, in order. Rows go through scratch as many at a time as fit.
-  MK_DEVICE static void merge(Worker& w, const Fields& f, const Items& item, uint32_t base, float top, float total,
-                              const float (&o)[kValueTiles][4]) {
+  MK_DEVICE static void merge(Worker& w, const Fields& f, const Items& item, uint32_t base, const float (&top)[2],
+                              const float (&total)[2], const float (&o)[kValueTiles][4]) {
     const uint32_t g = w.warp_lane() / 4, t = w.warp_lane() % 4;
-    const uint32_t rows = tasks::least(8, item.group_rows * kGroup - base);
-    auto* tops = reinterpret_cast<float2*>(block().scratch);  // [kConsumers][8]: top, total
-    float* sums = reinterpret_cast<float*>(block().scratch + kConsumers * 8 * sizeof(float2));
-    const uint32_t room = (Sums::below(w.header->rows) - kConsumers * 8 * 8) / (kConsumers * kDim * 4);
-    if (t == 0) tops[w.warp() * 8 + g] = make_float2(top, total);
-#pragma unroll 1
+    const uint32_t rows = tasks::least(16, item.group_rows * kGroup - base);
+    auto* tops = reinterpret_cast<float2*>(block().scratch);  // [kConsumers][16]: top, total
+    float* sums = reinterpret_cast<float*>(block().scratch + kConsumers * 16 * sizeof(float2));
+    const uint32_t room = (Sums::below(w.header->rows) - kConsumers * 16 * 8) / (kConsumers * kDim * 4);
+    if (t == 0) {
+      tops[w.warp() * 16 + g] = make_float2(top[0], total[0]);
+      tops[w.warp() * 16 + g + 8] = make_float2(top[1], total[1]);
+    }
     for (uint32_t first = 0; first < rows; first += room) {
       const uint32_t count = tasks::least(room, rows - first);
-      if (g - first < count) {
-        float* out = sums + (w.warp() * count + g - first) * kDim + t * 2;
 #pragma unroll
-        for (uint32_t n = 0; n < kValueTiles; ++n) *reinterpret_cast<float2*>(out + n * 8) = make_float2(o[n][0], o[n][1]);
+      for (uint32_t h = 0; h < 2; ++h) {
+        const uint32_t row = g + h * 8 - first;  // wraps when below
+        if (row >= count) continue;
+        float* out = sums + (w.warp() * count + row) * kDim + t * 2;
+#pragma unroll
+        for (uint32_t n = 0; n < kValueTiles; ++n) {
+          *reinterpret_cast<float2*>(out + n * 8) = make_float2(o[n][h * 2], o[n][h * 2 + 1]);
+        }
       }
       w.sync();
-#pragma unroll 1
       for (uint32_t i = w.lane(); i < count * kDim; i += w.lanes()) {
         publish_merged(w, f, item, base + first + i / kDim, tops + first + i / kDim, sums + i, count * kDim, i % kDim);
       }
@@ -510,10 +529,10 @@ struct Core<tasks::Attention<kConfig>> {
     if (position / kPiece < item.piece || tasks::first_seen(position, f.window) / kPiece > item.piece) return;
     float top = -kInfinity, total = 0.0f, sum = 0.0f;
 #pragma unroll
-    for (uint32_t i = 0; i < kRuns; ++i) top = max(top, tops[i * 8].x);
-#pragma unroll 2
+    for (uint32_t i = 0; i < kRuns; ++i) top = max(top, tops[i * 16].x);
+#pragma unroll
     for (uint32_t i = 0; i < kRuns; ++i) {
-      const float2 part = tops[i * 8];
+      const float2 part = tops[i * 16];
       if (part.x == -kInfinity) continue;
       const float factor = exp2_fast((part.x - top) * kLog2e);
       total += factor * part.y;
@@ -531,12 +550,14 @@ struct Core<tasks::Attention<kConfig>> {
     return tasks::workspace<float>(w, f.partials) + ((uint64_t(row) * kHeads + head) * f.max_pieces + piece) * kPartial;
   }
 
-  MK_DEVICE static void clear_item(Worker& w, const Fields& f, const Items& item) {
-#pragma unroll 1
-    for (uint32_t m = w.warp(); m < item.group_rows * kGroup; m += kConsumers) {
-      float* at = before(w, partial_at(w, f, item.group_row + m / kGroup, item.head * kGroup + m % kGroup, item.piece));
-#pragma unroll 1
-      for (uint32_t i = w.warp_lane(); i < kPartial; i += 32) clear(at + i);
+  // What this record wrote in the step before.
+  MK_DEVICE static void clear_last(Worker& w, const abi::Record& record, const Fields& f) {
+    Items item(*w.last, record, f);
+    while (item.next()) {
+      for (uint32_t m = 0; m < item.group_rows * kGroup; ++m) {
+        float* at = before(w, partial_at(w, f, item.group_row + m / kGroup, item.head * kGroup + m % kGroup, item.piece));
+        for (uint32_t i = w.lane(); i < kPartial; i += w.lanes()) clear(at + i);
+      }
     }
   }
 };

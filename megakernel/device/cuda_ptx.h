@@ -41,24 +41,6 @@ MK_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-// Waits for the phase with this parity in as few instructions as it can be done: the instruction cache is what a step is
-// short of. Ends the thread when the word at `stop` is not zero.
-MK_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity, uint32_t stop) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .pred p, q;\n.reg .u32 s;\n"
-      "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
-      "ld.volatile.shared.u32 s, [%2];\nsetp.eq.u32 q, s, 0;\n@q bra AGAIN;\nexit;\nDONE:\n}" ::"r"(barrier),
-      "r"(parity), "r"(stop) : "memory");
-#else
-  asm volatile(
-      "{\n.reg .pred p, q;\n.reg .u32 s;\n"
-      "AGAIN:\nmbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@p bra DONE;\n"
-      "ld.volatile.shared.u32 s, [%2];\nsetp.eq.u32 q, s, 0;\n@q bra AGAIN;\nexit;\nDONE:\n}" ::"r"(barrier),
-      "r"(parity), "r"(stop) : "memory");
-#endif
-}
-
 // The first lane's value, in every lane of the warp.
 MK_DEVICE uint32_t of_first_lane(uint32_t v) { return __shfl_sync(0xffffffffu, v, 0); }
 
@@ -135,12 +117,6 @@ MK_DEVICE uint32_t load_word(const void* p) {
 MK_DEVICE uint64_t load_system(const void* p) {  // of the host's memory; orders nothing
   uint64_t v;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-
-MK_DEVICE uint64_t load_long(const void* p) {
-  uint64_t v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 

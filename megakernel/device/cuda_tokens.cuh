@@ -16,9 +16,9 @@ struct Core<tasks::Sample<kConfig>> {
   using Task = tasks::Sample<kConfig>;
   static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
 
-  static __device__ __noinline__ void consume() {
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
     Consumer c;
-    c.load();
+    c.set(state);
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const uint32_t end = tasks::least(record.tile_begin + record.tile_count, w.header->sampled);
@@ -35,11 +35,10 @@ struct Core<tasks::Sample<kConfig>> {
       w.sync();
       if (block().failed) asm volatile("exit;");
     }
-    if (record.signal != abi::kNone) {
-      w.sync();
-      if (w.lane() == 0) signal_counter(w, record);
-    }
-    c.save();
+    if (record.signal == abi::kNone) return c.state();
+    w.sync();
+    if (w.lane() == 0) signal_counter(w, record);
+    return c.state();
   }
 };
 
@@ -49,9 +48,9 @@ struct Core<tasks::Advance<kConfig>> {
   using Fields = abi::AdvanceFields;
   static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
 
-  static __device__ __noinline__ void consume() {
+  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
     Consumer c;
-    c.load();
+    c.set(state);
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
@@ -71,7 +70,7 @@ struct Core<tasks::Advance<kConfig>> {
     if (block().failed) asm volatile("exit;");
     Task::execute(w, record, f);
     w.sync();
-    c.save();
+    return c.state();
   }
 
   // Waits until the workers' shares are all of the vocabulary.

@@ -27,11 +27,11 @@ constexpr bool makes_headers(TaskList<T...>) {
 }
 
 template <class T, class... Rest>
-MK_DEVICE void begin_launch(TaskList<T, Rest...>) {
+MK_DEVICE void begin_launch(Worker& w, TaskList<T, Rest...>) {
   if constexpr (Beginning<T>) {
-    dev::begin_launch<T>();
+    T::begin(w);
   } else if constexpr (sizeof...(Rest) > 0) {
-    begin_launch(TaskList<Rest...>{});
+    begin_launch(w, TaskList<Rest...>{});
   }
 }
 
@@ -68,14 +68,9 @@ struct Reader {
 };
 
 // Waits for the header of step w.step. False: the launch ends here.
-template <bool kWatch = false>
 MK_DEVICE bool await_header(Worker& w, uint32_t& parity) {
   const uint32_t copy = w.step & 1;
-  if constexpr (kWatch) {
-    w.watch_barrier(&block().header_full[copy], parity >> copy & 1, abi::FaultKind::kHeaderBudget);
-  } else {
-    w.wait_barrier(&block().header_full[copy], parity >> copy & 1);
-  }
+  w.wait_barrier(&block().header_full[copy], parity >> copy & 1, abi::FaultKind::kHeaderBudget);
   parity ^= 1u << copy;
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
@@ -136,7 +131,7 @@ MK_DEVICE void run_control(Worker& w, bool one_step) {
     for (w.record_index = 0; !last; ++w.record_index) {
       last = (dev::of_first_lane(word) & 0xffff) == abi::kEnd;
       const uint32_t after = last ? 0 : *words_of(w, w.record_index + 1);
-      w.watch_barrier(&b.record_empty[slot], parity);
+      w.wait_barrier(&b.record_empty[slot], parity);
       put_word(w, b.record[slot], word);
       if (w.warp_lane() == 0) dev::barrier_arrive(&b.record_full[slot]);
       if (++slot == dev::kRecords) {
@@ -145,7 +140,7 @@ MK_DEVICE void run_control(Worker& w, bool one_step) {
       }
       word = after;
     }
-    w.watch_barrier(&b.step_done, done_parity);
+    w.wait_barrier(&b.step_done, done_parity);
     done_parity ^= 1;
     if (w.warp_lane() == 0) queue::end_step(w);
     __syncwarp();
@@ -157,76 +152,76 @@ MK_DEVICE void run_control(Worker& w, bool one_step) {
 // Reads records by itself and asks for the header only where a task needs it: at the end of a step the weights of the
 // next are already on their way.
 template <class Tasks>
-MK_DEVICE void run_producer(Worker& w, bool one_step) {
+MK_DEVICE void run_producer(dev::Producer& p, bool one_step) {
   uint32_t parity = 0;
   bool running = true;
   auto& record = block().producer_record;
-  for (w.begin_step(block().first_step + 1); running; w.begin_step(w.step + 1)) {
+  for (p.w.begin_step(block().first_step + 1); running; p.w.begin_step(p.w.step + 1)) {
     bool known = false;
     auto need_header = [&] {
-      if (!known) running = await_header<true>(w, parity);
+      if (!known) running = await_header(p.w, parity);
       known = true;
       return running;
     };
-    uint32_t word = *words_of(w, 0);
-    for (w.record_index = 0; running; ++w.record_index) {
-      put_word(w, record, word);
+    uint32_t word = *words_of(p.w, 0);
+    for (p.w.record_index = 0; running; ++p.w.record_index) {
+      put_word(p.w, record, word);
       if (record.opcode == abi::kEnd) break;
-      word = *words_of(w, w.record_index + 1);
-      w.mark(&record);
-      w.trace(7);
-      dispatch<0>(w, [&]<class T>() {
+      word = *words_of(p.w, p.w.record_index + 1);
+      p.w.mark(&record);
+      p.w.trace(7);
+      dispatch<0>(p.w, [&]<class T>() {
         if constexpr (dev::Core<T>::kProduces) {
-          if (!dev::Core<T>::kNeedsHeader || need_header()) dev::Core<T>::produce();
+          if (!dev::Core<T>::kNeedsHeader || need_header()) p.set(dev::Core<T>::produce(p.state()));
         }
       }, Tasks{});
-      w.trace(8);
-      w.mark(nullptr);
+      p.w.trace(8);
+      p.w.mark(nullptr);
       __syncwarp();
     }
     if (!need_header()) break;
-    end_step(w);
+    end_step(p.w);
     if (one_step) break;
   }
   dev::drain_copies();
 }
 
 template <class Tasks>
-MK_DEVICE void run_consumer(Worker& w, bool one_step) {
+MK_DEVICE void run_consumer(dev::Consumer& c, bool one_step) {
   Reader reader;
   uint32_t parity = 0;
   if constexpr (makes_headers(Tasks{})) {
-    if (w.id == 0) begin_launch(Tasks{});
+    if (c.w.id == 0) begin_launch(c.w, Tasks{});
   }
-  for (w.begin_step(block().first_step + 1); await_header(w, parity); w.begin_step(w.step + 1)) {
-    for (w.record_index = 0; reader.next(w); ++w.record_index) {
-      if (w.warp() == 0) w.trace(0);
-      dispatch<0>(w, []<class T>() { dev::Core<T>::consume(); }, Tasks{});
-      if (w.warp() == 0) w.trace(3);
-      if (w.warp() == 7) w.trace(4);
-      reader.done(w);
+  for (c.w.begin_step(block().first_step + 1); await_header(c.w, parity); c.w.begin_step(c.w.step + 1)) {
+    for (c.w.record_index = 0; reader.next(c.w); ++c.w.record_index) {
+      if (c.w.warp() == 0) c.w.trace(0);
+      dispatch<0>(c.w, [&]<class T>() { c.set(dev::Core<T>::consume(c.state())); }, Tasks{});
+      if (c.w.warp() == 0) c.w.trace(3);
+      if (c.w.warp() == 7) c.w.trace(4);
+      reader.done(c.w);
     }
-    reader.done(w);
-    end_step(w);
+    reader.done(c.w);
+    end_step(c.w);
     if (one_step) return;
   }
 }
 
 template <class Tasks>
-MK_DEVICE void run_storer(Worker& w, bool one_step) {
+MK_DEVICE void run_storer(dev::Storer& s, bool one_step) {
   Reader reader;
   uint32_t parity = 0;
-  for (w.begin_step(block().first_step + 1); await_header(w, parity); w.begin_step(w.step + 1)) {
-    for (w.record_index = 0; reader.next(w); ++w.record_index) {
-      w.trace(5);
-      dispatch<0>(w, []<class T>() {
-        if constexpr (dev::Core<T>::kStores) dev::Core<T>::store();
+  for (s.w.begin_step(block().first_step + 1); await_header(s.w, parity); s.w.begin_step(s.w.step + 1)) {
+    for (s.w.record_index = 0; reader.next(s.w); ++s.w.record_index) {
+      s.w.trace(5);
+      dispatch<0>(s.w, [&]<class T>() {
+        if constexpr (dev::Core<T>::kStores) s.set(dev::Core<T>::store(s.state()));
       }, Tasks{});
-      w.trace(6);
-      reader.done(w);
+      s.w.trace(6);
+      reader.done(s.w);
     }
-    reader.done(w);
-    end_step(w);
+    reader.done(s.w);
+    end_step(s.w);
     if (one_step) return;
   }
 }
@@ -243,15 +238,16 @@ MK_DEVICE void run_block() {
     return roles::run_control(w, kOneStep);
   }
   dev::Worker w;
-  w.seed();
-  w.save();
-  w.wait_barrier(&dev::block().rolled, 0);
+  w.wait_barrier(&dev::block().rolled, 0, abi::FaultKind::kRollCall);
   if (role == abi::Role::kProducer) {
-    roles::run_producer<Tasks>(w, kOneStep);
+    dev::Producer p;
+    roles::run_producer<Tasks>(p, kOneStep);
   } else if (role == abi::Role::kStorer) {
-    roles::run_storer<Tasks>(w, kOneStep);
+    dev::Storer s;
+    roles::run_storer<Tasks>(s, kOneStep);
   } else {
-    roles::run_consumer<Tasks>(w, kOneStep);
+    dev::Consumer c;
+    roles::run_consumer<Tasks>(c, kOneStep);
   }
 }
 
