@@ -59,14 +59,14 @@ def build(config: Mapping[str, Any], **options: Any) -> tuple[Any, Program]:
 
 
 def admit(
-    run: Runtime, slot: int, prompt: Sequence[int], limit: int, start: int = 0, params: Mapping[str, Any] = {}
+    run: Runtime, slot: int, prompt: Sequence[int], limit: int, start: int = 0, params: Mapping[str, Any] | None = None
 ) -> None:
     """Put a sequence into a slot; with `start` its first tokens count as computed."""
     m = run.manifest
     pages = m.pages_per_slot
     run.set_pages(slot, range(slot * pages, slot * pages + -(-min(limit + 1, m.max_context) // m.page_tokens)))
     run.set_prompt(slot, prompt)
-    sampling = np.frombuffer(SAMPLING.pack(SamplingParams(**params).fields(seed=7)), SAMPLING.dtype)[0]
+    sampling = np.frombuffer(SAMPLING.pack(SamplingParams(**(params or {})).fields(seed=7)), SAMPLING.dtype)[0]
     state = {
         "status": SlotStatus.ACTIVE, "request": FORCED - slot, "prompt_length": max(start, len(prompt)), "limit": limit,
         "position": start, "last_token": prompt[-1], "sampling": sampling,
@@ -75,11 +75,13 @@ def admit(
     run.post({"kind": CommandKind.ADMIT, "slot": slot, "request": FORCED - slot, "state": packed})
 
 
-def generate(run: Runtime, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Greedy tokens of several sequences at once."""
+def generate(
+    run: Runtime, prompts: Sequence[Sequence[int]], count: int, params: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """Tokens of several sequences at once; greedy unless `params` says otherwise."""
     run.reset()
     for slot, prompt in enumerate(prompts):
-        admit(run, slot, prompt, len(prompt) + count)
+        admit(run, slot, prompt, len(prompt) + count, params=params)
     out: list[list[int]] = [[] for _ in prompts]
     run.launch(10_000)
     run.finish(60.0)
@@ -104,7 +106,8 @@ def check_one(name: str) -> None:
             want = graph.interpret(weights, ids)["logits"].numpy()[start:]
             error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
             print(
-                f"  tokens {length} from {start}: error {error.max():.2e} (mean {error.mean():.2e}), nan {np.isnan(got).any()}",
+                f"  tokens {length} from {start}: error {error.max():.2e} (mean {error.mean():.2e}), "
+                f"nan {np.isnan(got).any()}",
                 flush=True,
             )
             if error.max() > 0.05 and length <= 40:
@@ -195,7 +198,8 @@ def time_shape(name: str, contexts: Sequence[int], steps: int = 120, **options: 
             us = float(np.median(gaps))
             print(
                 f"  context {context}: {us:.1f} us ({gaps.min():.1f} to {gaps.max():.1f}), floor {floor:.1f}, "
-                f"{us / floor:.3f} of it; {report.tokens_out} tokens, wall {wall * 1e6 / max(1, len(events)):.1f} us each, "
+                f"{us / floor:.3f} of it; {report.tokens_out} tokens, "
+                f"wall {wall * 1e6 / max(1, len(events)):.1f} us each, "
                 f"hash {hash(tuple(int(t) for t in events['token'])) & 0xFFFFFF:06x}", flush=True,
             )  # fmt: skip
     except DeviceFault as e:
@@ -207,8 +211,24 @@ def time_shape(name: str, contexts: Sequence[int], steps: int = 120, **options: 
 POINTS = ("start", "weights", "input", "end", "end7", "store0", "store", "copy0", "copy")
 
 
+def print_cycles(program: Program, node_of: Any, raw: Any) -> None:
+    """Cycles of the matrix products of one layer, mean over workers."""
+    nodes = program.manifest.nodes
+    print("  cycles of a record: waiting for weights, handing over, all, for the input; storer after its sums")
+    done = set()
+    for node, info in enumerate(nodes):
+        key = f"{info.task} {info.name.split('.')[-1]}"
+        if info.layer not in (-1, nodes[len(nodes) // 2].layer) or info.task != "matmul" or key in done:
+            continue
+        done.add(key)
+        at = list(zip(*np.nonzero(node_of == node), strict=True))
+        tiles = np.mean([program.records["tile_count"][w, i] for w, i in at])
+        cycles = " ".join(f"{np.mean([raw[w, p, i] for w, i in at]):9.0f}" for p in range(9, 14))
+        print(f"    {key:32s} tiles {tiles:6.2f} {cycles}")
+
+
 def trace_shape(name: str, context: int, steps: int = 40) -> None:
-    """Where the time of a step goes: per node, medians over layers of when the last and the mean worker passed a point."""
+    """Where a step's time goes: per node, medians over layers of when the mean and the last worker passed a point."""
     config = shape_config(name)
     device, program = build(config, dtype="bf16", max_context=context + 2 * steps, max_slots=1, trace=True)
     original, runtime_module.pack_weights = runtime_module.pack_weights, random_pack
@@ -254,6 +274,7 @@ def trace_shape(name: str, context: int, steps: int = 40) -> None:
         f"  whole: {(previous - first) / 1000:.1f} us; microseconds after the last end of the node before: mean, last"
     )
     print("  " + " " * 32 + "  n " + "".join(f"{POINTS[p]:>15s}" for p in (1, 2, 3, 6, 7, 8)))
+    print_cycles(program, node_of, raw)
     for key, rows in table.items():
         r = np.nanmedian(np.array(rows)[1:] if len(rows) > 2 else np.array(rows), axis=0)
         print(

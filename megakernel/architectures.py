@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import megakernel.models
-from megakernel.errors import GraphError, UnknownArchitecture
+from megakernel.errors import GraphError, UnknownArchitecture, UnsupportedConfig
 from megakernel.graph import Graph
 
 Array = npt.NDArray[Any]
@@ -36,6 +36,7 @@ class Model(Protocol):
     """A file of models/."""
 
     ARCHITECTURES: tuple[str, ...]
+    CHECKED: tuple[str, ...]  # keys of `megakernel.model_table.CHECKS`; a test holds them against what tests run
 
     @staticmethod
     def build(config: Mapping[str, Any]) -> Graph:
@@ -71,8 +72,17 @@ def find_model(config: Mapping[str, Any]) -> Model:
             return models[name]
     got = ", ".join(map(str, names)) or f"none (model_type {config.get('model_type')!r})"
     near = [n for name in names for n in difflib.get_close_matches(str(name), models, 1)]
-    hint = f"; nearest: {near[0]}" if near else ""
+    hint = f"; nearest: {near[0]}{_difference(models[near[0]], near[0], config)}" if near else ""
     raise UnknownArchitecture(f"config names architecture {got}; known: {', '.join(models)}{hint}")
+
+
+def _difference(model: Model, name: str, config: Mapping[str, Any]) -> str:
+    """What keeps the config from being one of that architecture, in words."""
+    try:
+        model.build({**config, "architectures": [name]})
+    except (UnsupportedConfig, GraphError) as e:
+        return f", which it is not: {e}"
+    return ", whose fields all of its own are; rename it there only if its code is the same"
 
 
 @lru_cache(maxsize=1)

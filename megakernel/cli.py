@@ -17,6 +17,7 @@ from megakernel.checkpoint import fetch_demo
 from megakernel.devices import list_devices
 from megakernel.errors import InvalidRequest
 from megakernel.llm import LLM, Prompt
+from megakernel.model_table import CHECKS, model_rows
 from megakernel.opening import build, planned_target, target_and_compiler
 from megakernel.origin import open_origin
 from megakernel.output import Output
@@ -73,6 +74,23 @@ def devices(as_json: Json = False) -> None:
         rows.append((device.name, "yes" if state.usable else "no", found, state.description or state.reason))
     if not as_json:
         table(("device", "usable", "target", "what, or why not"), rows)
+
+
+@app.command()
+@reported
+def models(as_json: Json = False) -> None:
+    """List the architectures, what was checked of each, and the published shapes."""
+    rows = model_rows()
+    if as_json:
+        for row in rows:
+            emit(asdict(row))
+        return
+    table(
+        ("architecture", "checked", "published shapes"),
+        [(row.architecture, ", ".join(row.checks), ", ".join(row.shapes)) for row in rows],
+    )
+    for name, text in CHECKS.items():
+        typer.echo(f"{name}: {text}")
 
 
 @app.command("build")

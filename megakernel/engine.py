@@ -13,7 +13,7 @@ import numpy as np
 
 from megakernel.errors import CapacityError, DeviceFault, EngineClosed, InvalidRequest, MegakernelError
 from megakernel.kv_cache import PageAllocator
-from megakernel.request import Request, Token
+from megakernel.request import Processor, Request, Token
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
 from megakernel.tasks.record import MAX_STOPS, SLOT, CommandKind, EventKind, ExitReason, Finish, SlotStatus
@@ -57,6 +57,7 @@ class _Occupant:
     request: Request
     pages: tuple[int, ...]
     cancel_posted: bool = False
+    gate: int = 0  # of a request with a processor: the position that the next OPEN lets it sample; 0 when posted
 
 
 class _Job(Generic[T]):
@@ -121,14 +122,22 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ for callers
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams | None = None, listen: Callable[[], None] | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        listen: Callable[[], None] | None = None,
+        processor: Processor | None = None,
     ) -> Request:
         """Queue a request. Raises InvalidRequest or CapacityError naming what is wrong with it.
 
-        `listen` is called on the driver thread after every token and at the end; it must not block."""
+        `listen` is called on the driver thread after every token and at the end; it must not block. `processor` is
+        called there before every token, with those before it; the slot waits for it, so it makes its request slow."""
         chosen = params or SamplingParams()
         ids = self._checked(prompt_ids)
         m = self.runtime.manifest
+        for number, _ in chosen.bias:
+            if number >= m.vocab:
+                raise InvalidRequest(f"logit_bias: expected token ids from 0 to {m.vocab - 1}, got {number}")
         limit = min(len(ids) + chosen.max_tokens, m.max_context)
         if self._pages.pages_for(limit) > self._pages.pages:
             raise CapacityError(
@@ -141,6 +150,7 @@ class Engine:
             self._check_open()
             self._number = self._number % 0xFFFFFFFE + 1
             request = Request(self._number, ids, chosen, limit, stops, self._wake, listen)
+            request.processor = processor
             self._queue.append(request)
             self._changed.notify_all()
         return request
@@ -248,12 +258,13 @@ class Engine:
     def _run_launch(self) -> None:
         """One bounded launch, from its start to the last event."""
         self._launches += 1
+        self._post_changes()
         try:
             self.runtime.launch(self.steps_per_launch)
             while self.runtime.running():
                 self.runtime.wait(POLL_S)
                 self._dispatch()
-                self._post_cancels()
+                self._post_changes()
                 self._admit()
             report = self.runtime.finish()
         except DeviceFault as fault:
@@ -264,8 +275,8 @@ class Engine:
         self._dispatch()
         self._steps = self._base[0] + report.steps_run
         self._kernel_tokens = self._base[1] + report.tokens_out
-        if report.exit is ExitReason.IDLE and not posted and any(self._slots):
-            held = [o.request.number for o in self._slots if o]
+        held = [o.request.number for o in self._slots if o and o.request.processor is None]
+        if report.exit is ExitReason.IDLE and not posted and held:
             raise MegakernelError(f"the kernel says that it is idle, the engine that requests {held} run")
 
     def _admit(self) -> None:
@@ -286,6 +297,9 @@ class Engine:
     def _start(self, request: Request, slot: int) -> bool:
         """Give `slot` to a request and tell the kernel; False when the mailbox is full."""
         runtime = self.runtime
+        bias = request.next_bias(runtime.manifest.vocab) if request.biased else None
+        if request.done:  # by its processor
+            return True
         pages = self._pages.reserve(request.number, request.limit)
         runtime.set_prompt(slot, request.prompt_ids)
         runtime.set_pages(slot, pages)
@@ -296,6 +310,10 @@ class Engine:
         state["stop_count"], state["stop"][: len(stops)] = len(stops), stops
         for name, value in request.params.fields().items():
             state["sampling"][name] = value
+        if bias is not None:
+            runtime.set_bias(slot, bias)
+            state["sampling"]["biased"] = state["sampling"]["logprobs"] = 1  # no short cut to the largest logit
+            state["gate"] = len(request.prompt_ids) if request.processor else 0
         command = {"kind": CommandKind.ADMIT, "slot": slot, "request": request.number, "state": state}
         if not runtime.post(command):
             self._pages.release(request.number, pages)
@@ -304,8 +322,8 @@ class Engine:
         request.admitted()
         return True
 
-    def _post_cancels(self) -> None:
-        """Tell the kernel about requests that ended on the host: cancelled, stopped by text, or closing."""
+    def _post_changes(self) -> None:
+        """Tell the kernel about gates, and requests that ended on the host: cancelled, stopped by text, or closing."""
         if self._closing:
             for occupant in self._slots:
                 if occupant:
@@ -314,6 +332,12 @@ class Engine:
             if occupant and occupant.request.done and not occupant.cancel_posted:
                 command = {"kind": CommandKind.CANCEL, "slot": slot, "request": occupant.request.number}
                 occupant.cancel_posted = self.runtime.post(command)
+            elif occupant and occupant.gate and not occupant.request.done:
+                state = np.zeros((), SLOT.dtype)
+                state["gate"] = occupant.gate
+                command = {"kind": CommandKind.OPEN, "slot": slot, "request": occupant.request.number}
+                if self.runtime.post({**command, "state": state}):
+                    occupant.gate = 0
 
     def _dispatch(self) -> None:
         """Hand every new event of the ring to its request; free the slots that ended."""
@@ -329,15 +353,24 @@ class Engine:
             else:
                 self._tokens += 1
                 self._deliver(occupant.request, event, finish)
+                if occupant.request.processor is not None and not occupant.request.done:
+                    self._open_gate(slot, occupant, int(event["position"]) + 1)
             if retired or finish is not Finish.NONE:
                 self._pages.release(occupant.request.number, occupant.pages)
                 self._slots[slot] = None
+
+    def _open_gate(self, slot: int, occupant: _Occupant, position: int) -> None:
+        """Let a gated slot sample its next token, with the bias that the processor wants there."""
+        bias = occupant.request.next_bias(self.runtime.manifest.vocab)
+        if bias is not None and not occupant.request.done:
+            self.runtime.set_bias(slot, bias)
+            occupant.gate = position  # posted by _post_changes
 
     def _deliver(self, request: Request, event: Any, finish: Finish) -> None:
         token = int(event["token"])
         reason = REASONS.get(finish)
         if reason is None and token in request.stops[MAX_STOPS:]:
-            reason = "stop"  # the slot is retired by the next _post_cancels
+            reason = "stop"  # the slot is retired by the next _post_changes
         wanted = request.params.logprobs
         top: tuple[tuple[int, float], ...] = ()
         if wanted:

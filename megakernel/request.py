@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megakernel.errors import MegakernelError
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.errors import InvalidRequest, MegakernelError
 from megakernel.sampling import SamplingParams
 
 
@@ -48,6 +51,10 @@ class Completion:
         return tuple(token.id for token in self.tokens)
 
 
+Processor = Callable[[Sequence[int]], "npt.NDArray[np.float32] | None"]
+"""From the tokens so far to what is added to the next logits, float32 [vocab] (-inf: never), or None: end here."""
+
+
 class Request:
     """Made by `Engine.submit`. May be read from several threads; each iteration sees every token."""
 
@@ -66,6 +73,7 @@ class Request:
         self.params = params
         self.limit = limit  # most tokens of prompt and output together
         self.stops = stops
+        self.processor: Processor | None = None
         self._cancel = cancel
         self._listen = listen
         self._tokens: list[Token] = []
@@ -125,6 +133,30 @@ class Request:
         return Completion(self.prompt_ids, tuple(self._tokens), self._reason or "", self.timings())
 
     # ------------------------------------------------------------------------------------------ the engine's side
+    @property
+    def biased(self) -> bool:
+        return self.processor is not None or bool(self.params.bias)
+
+    def next_bias(self, vocab: int) -> npt.NDArray[np.float32] | None:
+        """What is added to the logits of the next token; None for nothing. Ends the request when the processor does
+        so, fails it when the processor fails."""
+        row = np.zeros(vocab, np.float32)
+        try:
+            if self.processor is not None:
+                made = self.processor([token.id for token in self._tokens])
+                if made is None:
+                    self.end("stop")
+                    return None
+                row += made
+        except Exception as e:  # the caller's own code
+            self.fail(e)
+            return None
+        for number, value in self.params.bias:
+            row[number] += np.float32(value)
+        if not row.max() > -np.inf:
+            self.fail(InvalidRequest("the logits processor allows no token"))
+        return row
+
     def admitted(self) -> None:
         self._admitted = time.perf_counter()
 

@@ -1,7 +1,7 @@
 """A program loaded on a device: its memory, its arguments, its launches and its faults. It knows no requests.
 
-One thread uses a Runtime. While a launch runs, only `post`, `events`, `wait`, `running`, `set_prompt` and `set_pages`
-(of a slot that the kernel does not hold) may be called.
+One thread uses a Runtime. While a launch runs, only `post`, `events`, `wait`, `running`, `set_bias` (of a slot
+that is gated), `set_prompt` and `set_pages` (of a slot that the kernel does not hold) may be called.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
         ("page_table", m.max_slots * m.pages_per_slot * 4, False),
         ("tokens", m.max_slots * m.max_context * 4, True),
         ("seen", m.max_slots * m.vocab * 2, False),
+        ("bias", m.max_slots * m.vocab * 4, True),
         ("mailbox", MAILBOX.size, True),
         ("ring", TOKEN_RING.size, True),
         ("fault", FAULT.size, True),
@@ -264,6 +265,10 @@ class Runtime:
         """Write a free slot's prompt into the token buffer."""
         data = np.asarray(ids, np.int32)
         self.device.upload(self._buffers["tokens"], slot * self.manifest.max_context * 4, data)
+
+    def set_bias(self, slot: int, bias: npt.NDArray[np.float32]) -> None:
+        """Write what is added to the logits of a slot that the kernel does not sample now, float32 [vocab]."""
+        self.device.upload(self._buffers["bias"], slot * bias.nbytes, bias)
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Write a free slot's row of the page table."""

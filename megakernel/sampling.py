@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from megakernel.tasks.record import MAX_TOP
 
 SEED_LIMIT = 1 << 64
 PENALTY_LIMIT = 2.0
+BIAS_LIMIT = 1e4
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class SamplingParams:
     the output, -2 to 2. seed: None draws one; the same seed gives the same tokens in any batch.
     logprobs: None for none, 0 for the token's own, n for the n likeliest beside it, at most 20.
     stop: texts that end the output and are cut off it. stop_token_ids: more tokens that end it, besides the
-    checkpoint's own, which ignore_eos leaves out.
+    checkpoint's own, which ignore_eos leaves out. logit_bias: added to the logits of these token ids.
     """
 
     max_tokens: int = 128
@@ -41,6 +42,7 @@ class SamplingParams:
     stop: str | Iterable[str] | None = None
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
 
     def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1, (1 << 31) - 1)
@@ -59,6 +61,7 @@ class SamplingParams:
             raise _wrong("ignore_eos", "True or False", self.ignore_eos)
         object.__setattr__(self, "stop", _texts(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -67,6 +70,10 @@ class SamplingParams:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self.stop_token_ids  # type: ignore[return-value]  # made a tuple of int when checked
+
+    @property
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        return self.logit_bias  # type: ignore[return-value]  # made a tuple of pairs when checked
 
     def fields(self, seed: int | None = None) -> dict[str, Any]:
         """Values of the kernel's Sampling structure. `seed` is taken when the request has none of its own."""
@@ -83,6 +90,7 @@ class SamplingParams:
             "logprobs": int(self.logprobs is not None),
             "seed_low": chosen & 0xFFFFFFFF,
             "seed_high": chosen >> 32,
+            "biased": int(bool(self.bias)),
         }
 
 
@@ -116,3 +124,13 @@ def _token_ids(value: object) -> tuple[int, ...]:
     if items is None or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in items):
         raise _wrong("stop_token_ids", "token ids", value)
     return tuple(dict.fromkeys(items))
+
+
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, tuple):
+        raise _wrong("logit_bias", "a number for each of some token ids", value)
+    for number, bias in pairs:
+        _integer("logit_bias", number, 0, (1 << 31) - 1)
+        _number("logit_bias", bias, -BIAS_LIMIT, BIAS_LIMIT)
+    return pairs

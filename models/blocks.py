@@ -77,8 +77,11 @@ def read_model(
         max_positions=positions,
         tied=fields.flag("tie_word_embeddings", tied),
         rope=rope_spec(
-            {"rope_theta": theta, **(rope_parameters(fields) if rope is None else rope)}, dim, positions,
-            partial=partial, interleaved=interleaved,
+            {"rope_theta": theta, **(rope_parameters(fields) if rope is None else rope)},
+            dim,
+            positions,
+            partial=partial,
+            interleaved=interleaved,
         ),
     )
 
@@ -144,7 +147,9 @@ def decoder_graph(d: Decoder) -> Graph:
             inner = gated_mlp(b, d, normed, f"{prefix}.mlp")
             x = residual(b, d, "mlp", x, inner, f"{prefix}.post_feedforward_layernorm")
     x = norm(b, d, "final_norm", x, "model.norm")
-    return head(b, x, table if c.tied else b.weight("lm_head.weight", c.vocab, c.hidden), d.logit_scale, d.logit_softcap)
+    return head(
+        b, x, table if c.tied else b.weight("lm_head.weight", c.vocab, c.hidden), d.logit_scale, d.logit_softcap
+    )
 
 
 def residual(b: GraphBuilder, d: Decoder, name: str, x: str, added: str, weight: str) -> str:

@@ -11,6 +11,7 @@ from megakernel.models.blocks import Decoder, decoder_graph, layer_kinds, read_m
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
+CHECKED = ("logits", "gguf", "random")
 
 
 def build(config: Mapping[str, Any]) -> Graph:
@@ -35,8 +36,12 @@ def build(config: Mapping[str, Any]) -> Graph:
         norm_offset=1.0,
         embedding_scale=math.sqrt(model.hidden),
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=None if fields.null("attn_logit_softcapping") else fields.number("attn_logit_softcapping", 50.0),
-        logit_softcap=None if fields.null("final_logit_softcapping") else fields.number("final_logit_softcapping", 30.0),
+        attention_softcap=None
+        if fields.null("attn_logit_softcapping")
+        else fields.number("attn_logit_softcapping", 50.0),
+        logit_softcap=None
+        if fields.null("final_logit_softcapping")
+        else fields.number("final_logit_softcapping", 30.0),
     )
     fields.finish()
     return decoder_graph(decoder)

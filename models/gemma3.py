@@ -12,6 +12,7 @@ from megakernel.models.fields import Fields
 from megakernel.rope import RopeSpec, rope_spec
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
+CHECKED = ("logits", "gguf", "random")
 
 THETA = {"full_attention": 1000000.0, "sliding_attention": 10000.0}
 

@@ -10,6 +10,7 @@ from megakernel.models.blocks import head, layer_norm, rotate_and_attend
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
+CHECKED = ("logits",)
 
 
 def build(config: Mapping[str, Any]) -> Graph:

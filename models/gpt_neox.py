@@ -11,6 +11,7 @@ from megakernel.models.blocks import layer_norm, plain_mlp, project, read_model,
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
+CHECKED = ("logits", "random")
 
 
 def build(config: Mapping[str, Any]) -> Graph:
@@ -32,7 +33,9 @@ def build(config: Mapping[str, Any]) -> Graph:
         with b.layer(i):
             at = f"gpt_neox.layers.{i}"
             normed = layer_norm(b, "attention_norm", x, f"{at}.input_layernorm", eps)
-            mixed = rotate_and_attend(b, *queries_keys_values(b, normed, f"{at}.attention.query_key_value", bias), c.rope, None)
+            mixed = rotate_and_attend(
+                b, *queries_keys_values(b, normed, f"{at}.attention.query_key_value", bias), c.rope, None
+            )
             mixed = project(b, "attention_output", mixed, f"{at}.attention.dense", c.hidden, c.hidden, bias)
             mixed = b.add("attention_residual", x, mixed)
             normed = layer_norm(b, "mlp_norm", x if parallel else mixed, f"{at}.post_attention_layernorm", eps)

@@ -10,6 +10,7 @@ from megakernel.models.blocks import Decoder, decoder_graph, read_model
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("LlamaForCausalLM",)
+CHECKED = ("logits", "gguf", "random")
 
 
 def build(config: Mapping[str, Any]) -> Graph:

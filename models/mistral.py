@@ -10,6 +10,7 @@ from megakernel.models.blocks import Decoder, decoder_graph, read_model, shown_w
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("MistralForCausalLM",)
+CHECKED = ("logits", "random")
 
 
 def build(config: Mapping[str, Any]) -> Graph:

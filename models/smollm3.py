@@ -10,6 +10,7 @@ from megakernel.models.blocks import Decoder, decoder_graph, layer_kinds, read_m
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
+CHECKED = ("logits", "gguf", "random")
 
 
 def build(config: Mapping[str, Any]) -> Graph:

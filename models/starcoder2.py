@@ -11,6 +11,7 @@ from megakernel.models.blocks import layer_norm, plain_mlp, project, read_model,
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("Starcoder2ForCausalLM",)
+CHECKED = ("logits", "gguf", "random")
 
 
 def build(config: Mapping[str, Any]) -> Graph:

@@ -124,9 +124,8 @@ def build_program(
     source = plan_source(made, **flavour)
     say("compile")
     program = assemble(made, source, compiled(source, device, cache), name=name)
-    with contextlib.suppress(ProgramError):  # another process was first with the same program
-        with writable(entry.parent):
-            program.write(entry)
+    with contextlib.suppress(ProgramError), writable(entry.parent):  # another process may be first
+        program.write(entry)
     return program
 
 
@@ -172,9 +171,7 @@ def _limits(
     return Limits(DType(dtype), DType(kv_dtype or dtype), slots, wanted, rows)
 
 
-def _manifest(
-    made: Plan, source: KernelSource, name: str, queue_length: int, variants: tuple[str, ...]
-) -> Manifest:
+def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, variants: tuple[str, ...]) -> Manifest:
     low, limits, target = made.lowered, made.limits, made.target
     tensors = tuple(
         WorkspaceTensor(t, made.memory.at[t][0], made.memory.at[t][1], size.rows, size.cols, size.dtype)

@@ -22,7 +22,9 @@ def variant_text(node: TaskNode) -> str:
     return f"{node.task.body}<{node.task.config}{node.variant.cpp()}>"
 
 
-def kernel_source(nodes: Sequence[TaskNode], target: Target, *, chaos: bool = False, trace: bool = False) -> KernelSource:
+def kernel_source(
+    nodes: Sequence[TaskNode], target: Target, *, chaos: bool = False, trace: bool = False
+) -> KernelSource:
     """Source of the kernel that runs these nodes on this target."""
     files = sorted({n.task.name for n in nodes})
     variants = variants_of(nodes)

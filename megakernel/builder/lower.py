@@ -261,7 +261,9 @@ class _Lowering:
             index = len(self.ropes)
             self.ropes.append(rope)
             for kind in ("cos", "sin"):
-                self._weight(f"rope.{index}.{kind}", kind, self.limits.max_context, rope.rotary_dim // 2, (), None, 0.0, index)
+                self._weight(
+                    f"rope.{index}.{kind}", kind, self.limits.max_context, rope.rotary_dim // 2, (), None, 0.0, index
+                )
         index = self.ropes.index(rope)
         return f"rope.{index}.cos", f"rope.{index}.sin"
 

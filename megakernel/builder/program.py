@@ -197,11 +197,15 @@ class Program:
             manifest = Manifest.from_json((root / "manifest.json").read_text())
             raw = np.load(root / "records.npy", allow_pickle=False)
         except (OSError, ValueError) as e:
-            raise ProgramError(f"{root} is not a saved program ({e}); expected manifest.json, records.npy, kernel.bin") from e
+            raise ProgramError(
+                f"{root} is not a saved program ({e}); expected manifest.json, records.npy, kernel.bin"
+            ) from e
         check_abi(manifest)
         shape = (manifest.workers, manifest.queue_length)
         if raw.size != shape[0] * shape[1] * RECORD.size:
-            raise ProgramError(f"{root}: records.npy has {raw.size} bytes, expected {shape[0] * shape[1] * RECORD.size}")
+            raise ProgramError(
+                f"{root}: records.npy has {raw.size} bytes, expected {shape[0] * shape[1] * RECORD.size}"
+            )
         records = np.frombuffer(raw.tobytes(), RECORD.dtype).reshape(shape)
         return Program(manifest, records, root / "kernel.bin", (root / "kernel.cpp").read_text())
 

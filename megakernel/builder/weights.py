@@ -27,7 +27,9 @@ Progress = Callable[[int], None]  # bytes written since the last call
 SLAB_BYTES = 32 << 20
 
 
-def pack_weights(manifest: Manifest, target: Target, read: Read, write: Write, progress: Progress | None = None) -> None:
+def pack_weights(
+    manifest: Manifest, target: Target, read: Read, write: Write, progress: Progress | None = None
+) -> None:
     """Write every weight of the program. Raises CheckpointError for a NaN, an infinity or a wrong shape."""
     for weight in manifest.weights:
         at = weight.offset

@@ -31,14 +31,38 @@ constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
 
-// What a warp is at, for its fault report.
-struct Place {
-  uint64_t step;
-  const abi::Record* record;
-  uint32_t record_index;
+constexpr uint32_t kTracePoints = 16, kTraceRecords = 256;  // u64 [workers][kTracePoints][kTraceRecords]
+
+// Stages in the order in which they are filled.
+struct Ring {
+  uint32_t slot, parity;
+
+  __device__ __forceinline__ void next() {
+    if (++slot == kStages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
 };
 
-constexpr uint32_t kTracePoints = 16, kTraceRecords = 256;  // u64 [workers][kTracePoints][kTraceRecords]
+// What a warp keeps from one record to the next, in shared memory. A value that lives across a call would go to local
+// memory, and what is left of the first-level cache beside a block's shared memory is too small for the local memory of
+// its threads: every such value would be a trip to the second level. So nothing lives across a call.
+struct RoleState {
+  uint64_t step;
+  const abi::Record* record;
+  uint32_t record_index, group_parity, turn, random;
+  uint32_t record_slot, record_parity, header_parity;  // what to wait for next
+  Ring ring, tail;
+  uint32_t in_flight, sums_slot, sums_parity;  // parity: one bit a slot
+};
+
+// What a warp leaves that has waited in vain.
+struct LastWords {
+  abi::FaultKind kind;
+  uint32_t warp, counter, detail;
+  uint64_t value, target;
+};
 
 struct alignas(128) Block {
   uint8_t ring[kStages][kStageBytes];
@@ -51,7 +75,6 @@ struct alignas(128) Block {
   uint64_t even_workspace;   // the copy of even steps
   uint64_t posted;           // commands, as the mailbox said a moment ago
   uint64_t first_step;       // the launch began after this one
-  uint32_t barrier_patience; // in units of 2^20 ns, before a wait inside the block is in vain
   uint64_t full[kStages], empty[kStages];
   uint64_t record_full[kRecords], record_empty[kRecords];
   uint64_t header_full[2], step_done;
@@ -60,8 +83,11 @@ struct alignas(128) Block {
   float reduce_float[2][kConsumers];
   int32_t reduce_int[2][kConsumers];
   uint64_t broadcast_word[2];
-  Place place[kWarps];
+  RoleState state[kWarps];
   uint8_t copying[kStages];  // of each stage: 0 never filled, else 2 + parity of the phase that fills it
+  uint32_t stop;             // every thread of the block ends when it next waits
+  LastWords words;           // of the warp that set `stop`
+  uint32_t header_known;     // to the producer, of its step: 0 not yet, 1 it runs, 2 the launch ends
   uint32_t failed;           // a task of this worker has reported a fault
   uint32_t dropped;          // the signal that a test wants lost has been lost
 };
@@ -71,11 +97,12 @@ extern __shared__ __align__(1024) unsigned char mk_shared[];
 MK_DEVICE Block& block() { return *reinterpret_cast<Block*>(mk_shared); }
 MK_DEVICE abi::LaunchState* launch_state() { return reinterpret_cast<abi::LaunchState*>(block().args.launch); }
 
-MK_DEVICE abi::Role role_of_warp() {
-  const uint32_t warp = threadIdx.x / 32;
+MK_DEVICE abi::Role role_of(uint32_t warp) {
   if (warp < kConsumers) return abi::Role::kConsumer;
   return warp == kProducerWarp ? abi::Role::kProducer : warp == kStorerWarp ? abi::Role::kStorer : abi::Role::kControl;
 }
+
+MK_DEVICE abi::Role role_of_warp() { return role_of(threadIdx.x / 32); }
 
 // Before anything else of a launch, by all threads.
 MK_DEVICE void begin_block(const abi::KernelArgs& args) {
@@ -84,9 +111,9 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
   if (threadIdx.x < sizeof(abi::KernelArgs) / 4) {
     reinterpret_cast<uint32_t*>(&b.args)[threadIdx.x] = reinterpret_cast<const uint32_t*>(&args)[threadIdx.x];
   }
+  if (threadIdx.x % 32 == 0) b.state[threadIdx.x / 32] = RoleState{};
   if (threadIdx.x == 0) {
     b.even_workspace = args.workspace;
-    b.barrier_patience = uint32_t(args.spin_budget_ns >> 20) + 1;
     for (uint32_t i = 0; i < kStages; ++i) {
       barrier_init(&b.full[i], kFullArrivals);
       barrier_init(&b.empty[i], kConsumers);
@@ -104,28 +131,35 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     barrier_init(&b.step_done, kConsumers + 2);  // consumers, producer, storer
     barrier_init(&b.group, kConsumers);
     barrier_init(&b.rolled, 1);
-    b.dropped = b.failed = 0;
+    b.dropped = b.failed = b.stop = 0;
+    b.words.kind = abi::FaultKind::kNone;
     b.posted = ~uint64_t(0);
   }
   fence_shared_for_copies();
   __syncthreads();
 }
 
+MK_DEVICE uint32_t worker_index() { return blockIdx.x; }
+MK_DEVICE uint32_t lane_of_warp() { return threadIdx.x % 32; }
+MK_DEVICE void warp_meets() { __syncwarp(); }
+MK_DEVICE bool first_warp() { return threadIdx.x < 32; }
+MK_DEVICE RoleState& own_state() { return block().state[threadIdx.x / 32]; }
+
 // ------------------------------------------------------------------------------------------------ waiting
-// The first fault of a launch is recorded; every warp leaves when it next waits.
+// The first fault of a launch is recorded; every worker leaves when it next waits.
 __device__ __noinline__ void report_fault(
-    abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
-  const Place& at = block().place[threadIdx.x / 32];
+    uint32_t warp, abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
+  const RoleState& at = block().state[warp];
   abi::LaunchState* launch = launch_state();
   if (atomicCAS(&launch->abort, 0u, 1u) != 0) return;
   auto* f = reinterpret_cast<abi::FaultRecord*>(block().args.fault);
   f->claimed = 1;
   f->worker = blockIdx.x;
-  f->role = uint32_t(role_of_warp());
+  f->role = uint32_t(role_of(warp));
   f->record = at.record_index;
   f->opcode = at.record ? at.record->opcode : uint32_t(abi::kEnd);
   f->node = at.record ? at.record->node : abi::kNone;
-  f->tile = tile;
+  f->tile = tile != abi::kNone ? tile : at.record ? at.record->tile_begin : abi::kNone;
   f->counter = counter;
   f->value = value;
   f->target = target;
@@ -144,23 +178,17 @@ MK_DEVICE void drain_copies() {
   }
 }
 
-__device__ __noinline__ void report_vain_wait(abi::FaultKind kind, uint32_t counter, uint64_t value, uint64_t target) {
-  if (load_word(&launch_state()->abort) == 0) {
-    const abi::Record* record = block().place[threadIdx.x / 32].record;
-    report_fault(kind, record ? record->tile_begin : abi::kNone, counter, value, target);
-  }
-  if (threadIdx.x / 32 == kProducerWarp) drain_copies();
-}
-
-// The end of a thread that waited in vain: with a fault when nobody else has reported one. The compiler sees that nothing
-// comes after, so that a wait costs what is around it no register.
+// The end of a thread that waited in vain. The first of a block leaves a word, which the control warp reports. No call and
+// no way back, so that a wait costs what is around it no register.
 [[noreturn]] MK_DEVICE void give_up(abi::FaultKind kind, uint32_t counter, uint64_t value, uint64_t target) {
-  report_vain_wait(kind, counter, value, target);
+  if (atomicCAS(&block().stop, 0u, 1u) == 0) {
+    block().words = {kind, threadIdx.x / 32, counter, uint32_t(target), value, target};
+  }
   asm volatile("exit;");
   __builtin_unreachable();
 }
 
-// Counts the turns of a wait and looks at the clock and at the other workers now and then.
+// Counts the turns of a wait and looks at the clock now and then. Only the control warp looks at the other workers.
 struct Patience {
   uint64_t began = 0;
   uint32_t turns = 0;
@@ -169,7 +197,7 @@ struct Patience {
     if (++turns % 64 != 0) return false;
     const uint64_t now = clock_ns();
     if (began == 0) began = now;
-    return now - began >= block().args.spin_budget_ns || load_word(&launch_state()->abort) != 0;
+    return *static_cast<volatile uint32_t*>(&block().stop) != 0 || now - began >= block().args.spin_budget_ns;
   }
 };
 
@@ -182,13 +210,6 @@ __device__ __noinline__ uint32_t random_delay(uint32_t state) {
 }
 
 // ------------------------------------------------------------------------------------------------ worker
-// What changes in a warp's view of its worker: goes in and out of functions by value.
-struct WorkerState {
-  uint64_t step;
-  const abi::Record* record;
-  uint32_t record_index, group_parity, turn, random;
-};
-
 // One warp's view of its worker; the 8 consumers together are the group of a simple task. Nothing takes its address, so
 // that everything in it is a register.
 struct Worker {
@@ -201,16 +222,39 @@ struct Worker {
   uint32_t record_index = 0;
   uint32_t group_parity = 0, turn = 0, random;
 
-  MK_DEVICE Worker() : args(block().args), id(blockIdx.x) {
+  MK_DEVICE Worker() : args(block().args), id(blockIdx.x), random(0) {}
+  MK_DEVICE void seed() {
     random = (args.chaos_seed + 1) * 0x9E3779B9u ^ (blockIdx.x * kWarps + threadIdx.x / 32 + 1) * 0x85EBCA6Bu;
   }
 
   Worker(const Worker&) = delete;
 
-  MK_DEVICE WorkerState state() const { return {step, record, record_index, group_parity, turn, random}; }
-  MK_DEVICE void set(const WorkerState& s) {
+  MK_DEVICE RoleState& state() const { return block().state[threadIdx.x / 32]; }
+  MK_DEVICE void load() {
+    const RoleState& s = state();
     begin_step(s.step);
-    record = s.record, record_index = s.record_index, group_parity = s.group_parity, turn = s.turn, random = s.random;
+    record = s.record, record_index = s.record_index;
+    group_parity = s.group_parity, turn = s.turn, random = s.random;
+  }
+  MK_DEVICE void save() const {
+    RoleState& s = state();
+    s.group_parity = group_parity, s.turn = turn, s.random = random;
+    __syncwarp();
+  }
+
+  // Cycles of this processor, in a build with the timeline.
+  MK_DEVICE static uint64_t cycles() {
+#ifdef MEGAKERNEL_TRACE
+    return clock64();
+#else
+    return 0;
+#endif
+  }
+  MK_DEVICE void trace(uint32_t point, uint64_t value) const {
+#ifdef MEGAKERNEL_TRACE
+    if (args.trace == 0 || warp_lane() != 0 || record_index >= kTraceRecords) return;
+    reinterpret_cast<uint64_t*>(args.trace)[(uint64_t(id) * kTracePoints + point) * kTraceRecords + record_index] = value;
+#endif
   }
 
   // The timeline: when this warp passed a point of its record, kept for the last step.
@@ -226,10 +270,12 @@ struct Worker {
   MK_DEVICE uint32_t warp() const { return threadIdx.x / 32; }
   MK_DEVICE uint32_t warp_lane() const { return threadIdx.x % 32; }
 
-  // For fault reports of what follows.
+  // What the functions that follow work on, and what their fault reports name.
   MK_DEVICE void mark(const abi::Record* r) {
     record = r;
-    if (warp_lane() == 0) block().place[warp()] = {step, r, record_index};
+    RoleState& s = state();
+    s.step = step, s.record = r, s.record_index = record_index;
+    __syncwarp();
   }
 
   MK_DEVICE void begin_step(uint64_t s) {
@@ -302,16 +348,20 @@ struct Worker {
     }
   }
 
-  // A phase of a barrier inside the block.
-  MK_DEVICE void wait_barrier(uint64_t* barrier, uint32_t parity, abi::FaultKind kind = abi::FaultKind::kRingBudget) {
+  // A phase of a barrier inside the block: without a look at the clock. The control warp has one for all.
+  MK_DEVICE void wait_barrier(uint64_t* barrier, uint32_t parity) {
+    if constexpr (kChaos) random = random_delay(random);
+    barrier_wait(shared_address(barrier), parity, shared_address(&block().stop));
+  }
+  // The same for the producer, which must not leave its copies alone.
+  MK_DEVICE void watch_barrier(uint64_t* barrier, uint32_t parity) {
     if constexpr (kChaos) random = random_delay(random);
     const uint32_t address = shared_address(barrier);
-    uint32_t began = 0;  // in units of 2^20 ns
-    for (uint32_t turns = 1; __builtin_expect(!barrier_try(address, parity), 0); ++turns) {
-      if (turns % 1024 != 0) continue;
-      const uint32_t now = uint32_t(clock_ns() >> 20);
-      if (began == 0) began = now;
-      if (now - began > block().barrier_patience || aborted()) give_up(kind, abi::kNone, 0, parity);
+#pragma unroll 1
+    while (!barrier_try(address, parity)) {
+      if (*static_cast<volatile uint32_t*>(&block().stop) == 0) continue;
+      drain_copies();
+      asm volatile("exit;");
     }
   }
 
@@ -344,7 +394,7 @@ struct Worker {
   }
 
   MK_DEVICE void fault(abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
-    report_fault(kind, tile, counter, value, target);
+    report_fault(warp(), kind, tile, counter, value, target);
     block().failed = 1;
   }
 

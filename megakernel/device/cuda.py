@@ -5,10 +5,12 @@ Nothing here needs a CUDA toolkit. Without a driver or a GPU this module still c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +19,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.device.cuda_compiler import (
+    DEFAULTS,
+    INSTALL,
+    PRELUDE,
+    WARPS,
+    Tunables,
+    checked,
+    compile_cubin,
+    compile_flags,
+    open_nvrtc,
+    shared_bytes_of,
+    stages_of,
+)
 from megakernel.device.device import Availability, Buffer, Bytes, Device, Executable, KernelSource
 from megakernel.errors import (
-    BuildError,
     CapacityError,
     DeviceUnavailable,
     MegakernelError,
@@ -29,93 +43,10 @@ from megakernel.errors import (
 )
 from megakernel.target import TARGETS, Target
 
-INSTALL = 'pip install "megakernel-decode[cuda]"'
 KERNEL = b"mk_worker"
 ABI_SYMBOL = b"mk_abi_hash"
-WARPS = 11  # as in cuda.h
-STAGE_BYTES = 16384
-SCRATCH_BYTES = 31744  # inputs, partial sums, merges
-CONTROL_BYTES = 4096  # barriers, records, headers
-MIN_STAGES = 4
-PRELUDE = """#pragma once
-#define __builtin_offsetof(type, member) __INTADDR__(&(((type*)0)->member))
-#define __builtin_huge_valf() __builtin_bit_cast(float, 0x7f800000u)
-template <class A, class B> constexpr bool mk_is_same = false;
-template <class A> constexpr bool mk_is_same<A, A> = true;
-#define __is_same(...) mk_is_same<__VA_ARGS__>
-using int8_t = signed char; using uint8_t = unsigned char; using int16_t = short; using uint16_t = unsigned short;
-using int32_t = int; using uint32_t = unsigned int; using int64_t = long long; using uint64_t = unsigned long long;
-"""
 TOKEN_RING_WRITTEN = 0  # byte offset of TokenRing.written
 STAGING_BYTES = 32 << 20
-
-
-@dataclass(frozen=True)
-class Tunables:
-    """What a build may choose. in_flight: stages being copied at once; more only delays everyone else's loads."""
-
-    in_flight: int = 3
-
-
-def stages_of(target: Target) -> int:
-    """Stages of the ring that fit the target's shared memory. Raises TargetError when they are too few."""
-    stages = (target.shared_bytes - SCRATCH_BYTES - CONTROL_BYTES) // STAGE_BYTES
-    if stages < MIN_STAGES:
-        need = MIN_STAGES * STAGE_BYTES + SCRATCH_BYTES + CONTROL_BYTES
-        raise TargetError(
-            f"{target.name} has {target.shared_bytes:,} bytes of shared memory for a block; the kernel needs {need:,}"
-        )
-    return stages
-
-
-def shared_bytes_of(target: Target) -> int:
-    """Shared memory that a block is launched with."""
-    return stages_of(target) * STAGE_BYTES + SCRATCH_BYTES + CONTROL_BYTES
-
-
-# ------------------------------------------------------------------------------------------------ compiler
-def compile_flags(target: Target, chaos: bool, trace: bool, tunables: Tunables = Tunables()) -> tuple[str, ...]:
-    """All NVRTC options but the include folder."""
-    return (
-        f"--gpu-architecture={target.name}", "--std=c++20", "--device-as-default-execution-space", "-DMEGAKERNEL_NO_STD=1",
-        f"-DMEGAKERNEL_STAGES={stages_of(target)}", f"-DMEGAKERNEL_SCRATCH_BYTES={SCRATCH_BYTES}",
-        f"-DMEGAKERNEL_SHARED_BYTES={shared_bytes_of(target)}", f"-DMEGAKERNEL_IN_FLIGHT={tunables.in_flight}",
-        "--extra-device-vectorization", "--diag-suppress=177",
-        *(("-DMEGAKERNEL_CHAOS=1",) if chaos else ()), *(("-DMEGAKERNEL_TRACE=1",) if trace else ()),
-    )  # fmt: skip
-
-
-def compile_cubin(source: KernelSource, include: Path, flags: Sequence[str]) -> tuple[bytes, str]:
-    """The cubin and the compiler's log. Raises NoCompiler without the wheels, BuildError with the log."""
-    nvrtc = _nvrtc()
-    headers = {"stdint.h": PRELUDE, **source.headers}
-    names = [n.encode() for n in headers]
-    texts = [t.encode() for t in headers.values()]
-    program = _checked(nvrtc.nvrtcCreateProgram(source.text.encode(), b"kernel.cu", len(names), texts, names))
-    try:
-        options = [f.encode() for f in (*flags, f"--include-path={include}")]
-        status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        text = log.rstrip(b" \0").decode(errors="replace")
-        if int(status) != 0:
-            first = max(0, text.find("error:") - 200)
-            raise BuildError(f"NVRTC {' '.join(flags)}\nended with {status.name}:\n{text[first : first + 8000]}")
-        cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin, text
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _nvrtc() -> Any:
-    try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()
-    except Exception as e:  # the bindings raise their own types for a library that is absent
-        raise NoCompiler(f"NVRTC is not installed ({e}); {INSTALL}") from e
-    return nvrtc
 
 
 def _driver() -> Any:
@@ -124,14 +55,6 @@ def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    """The values of a call of the bindings. Raises MegakernelError with the name of the error."""
-    status, *values = result
-    if int(status) != 0:
-        raise MegakernelError(f"the GPU driver answered {status.name}")
-    return values[0] if len(values) == 1 else tuple(values) if values else None
 
 
 # ------------------------------------------------------------------------------------------------ what is there
@@ -154,14 +77,14 @@ def probe() -> tuple[tuple[GpuInfo, ...], str]:
         d = _driver()
         if int(d.cuInit(0)[0]) != 0:
             return (), f"the GPU driver does not start ({d.cuInit(0)[0].name})"
-        version = _checked(d.cuDriverGetVersion())
+        version = checked(d.cuDriverGetVersion())
         built = _toolkit_version()
         if built and version // 1000 < built // 1000:
             return (), (
                 f"the GPU driver knows CUDA {version // 1000}.{version % 1000 // 10}, the installed wheels are for "
                 f"CUDA {built // 1000}; update the driver or install the wheels of its version"
             )
-        found = tuple(_info(d, i) for i in range(_checked(d.cuDeviceGetCount())))
+        found = tuple(_info(d, i) for i in range(checked(d.cuDeviceGetCount())))
         return found, "" if found else "the GPU driver is installed and sees no GPU"
     except DeviceUnavailable as e:
         return (), str(e)
@@ -171,24 +94,25 @@ def probe() -> tuple[tuple[GpuInfo, ...], str]:
 
 def _toolkit_version() -> int:
     try:
-        major, minor = _checked(_nvrtc().nvrtcVersion())
+        major, minor = checked(open_nvrtc().nvrtcVersion())
     except MegakernelError:
         return 0
     return int(major) * 1000 + int(minor) * 10
 
 
 def _info(d: Any, index: int) -> GpuInfo:
-    device = _checked(d.cuDeviceGet(index))
+    device = checked(d.cuDeviceGet(index))
     kinds = d.CUdevice_attribute
 
     def attribute(name: str) -> int:
-        return int(_checked(d.cuDeviceGetAttribute(getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}"), device)))
+        return int(checked(d.cuDeviceGetAttribute(getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}"), device)))
 
-    name = _checked(d.cuDeviceGetName(128, device))
+    name = checked(d.cuDeviceGetName(128, device))
     return GpuInfo(
         index, name.split(b"\0")[0].decode(),
         (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
-        attribute("MULTIPROCESSOR_COUNT"), attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"), int(_checked(d.cuDeviceTotalMem(device))),
+        attribute("MULTIPROCESSOR_COUNT"), attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        int(checked(d.cuDeviceTotalMem(device))),
     )  # fmt: skip
 
 
@@ -215,31 +139,36 @@ class CudaExecutable(Executable):
         device.make_current()
         status, module = self._d.cuModuleLoadData(cubin)
         if int(status) != 0:
-            raise ProgramError(f"{origin}: {device.info.name} does not load it ({status.name}); build the program again")
+            raise ProgramError(
+                f"{origin}: {device.info.name} does not load it ({status.name}); build the program again"
+            )
         self._module: Any = module
         self._check_abi(abi_hash, origin)
-        self._function = _checked(self._d.cuModuleGetFunction(module, KERNEL))
-        self._shared = shared_bytes_of(target)
+        self._function = checked(self._d.cuModuleGetFunction(module, KERNEL))
+        self._shared = shared_bytes_of(target, device.tunables)
         self._reserve(target)
-        self._stream = _checked(self._d.cuStreamCreate(int(self._d.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+        self._stream = checked(self._d.cuStreamCreate(int(self._d.CUstream_flags.CU_STREAM_NON_BLOCKING)))
         self._ring: ctypes.c_uint64 | None = None
         self._pace = 0.0  # seconds between events, as seen lately
         self._last = 0.0
         _precise_sleep()
 
     def _check_abi(self, abi_hash: int, origin: str) -> None:
-        address, size = _checked(self._d.cuModuleGetGlobal(self._module, ABI_SYMBOL))
+        address, size = checked(self._d.cuModuleGetGlobal(self._module, ABI_SYMBOL))
         got = np.zeros(1, np.uint64)
-        _checked(self._d.cuMemcpyDtoH(got.ctypes.data, address, size))
+        checked(self._d.cuMemcpyDtoH(got.ctypes.data, address, size))
         if int(got[0]) != abi_hash:
-            raise ProgramError(f"{origin} has record layout {int(got[0]):016x}, expected {abi_hash:016x}; build the program again")
+            raise ProgramError(
+                f"{origin} has record layout {int(got[0]):016x}, expected {abi_hash:016x}; build the program again"
+            )
 
     def _reserve(self, target: Target) -> None:
         """Shared memory for the kernel, and proof that all blocks are resident at once."""
         kind = self._d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(self._d.cuFuncSetAttribute(self._function, kind, self._shared))
+        checked(self._d.cuFuncSetAttribute(self._function, kind, self._shared))
         info = self._device.info
-        blocks = int(_checked(self._d.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, WARPS * 32, self._shared)))
+        occupancy = self._d.cuOccupancyMaxActiveBlocksPerMultiprocessor
+        blocks = int(checked(occupancy(self._function, WARPS * 32, self._shared)))
         if blocks * info.processors < target.workers:
             raise ProgramError(
                 f"the program has {target.workers} workers; {info.name} keeps {blocks * info.processors} resident "
@@ -260,7 +189,7 @@ class CudaExecutable(Executable):
         together.id = self._d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         together.value.cooperative = 1
         config.attrs, config.numAttrs = [together], 1
-        _checked(self._d.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        checked(self._d.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
     def _sleep(self, ready: Callable[[], bool], timeout_s: float, coarse: float) -> bool:
         """Short sleeps until `ready`: none longer than a tenth of a millisecond once `coarse` seconds have passed."""
@@ -294,8 +223,8 @@ class CudaExecutable(Executable):
             return True
         if int(status) != 0:
             raise MegakernelError(
-                f"the kernel on {self._device.name} ended with {status.name}: the driver gives up on this process's use "
-                "of the GPU; start a new process"
+                f"the kernel on {self._device.name} ended with {status.name}: the driver gives up on this "
+                "process's use of the GPU; start a new process"
             )
         return False
 
@@ -318,7 +247,7 @@ class CudaExecutable(Executable):
 class CudaDevice(Device):
     """One GPU, or, where there is none, a device that says why and still compiles for `target`."""
 
-    def __init__(self, info: GpuInfo | None, reason: str = "", tunables: Tunables = Tunables()) -> None:
+    def __init__(self, info: GpuInfo | None, reason: str = "", tunables: Tunables = DEFAULTS) -> None:
         self._info, self._reason, self.tunables = info, reason, tunables
         self.name = f"cuda:{info.index}" if info else "cuda"
         self._context: Any = None
@@ -337,7 +266,7 @@ class CudaDevice(Device):
             return Availability(False, self._reason)
         try:
             stages_of(target_for(self._info))
-            _nvrtc()
+            open_nvrtc()
         except (TargetError, NoCompiler) as e:
             return Availability(False, str(e))
         i = self._info
@@ -349,8 +278,9 @@ class CudaDevice(Device):
         return target_for(self.info)
 
     def compiler_id(self, target: Target) -> str:
-        major, minor = _checked(_nvrtc().nvrtcVersion())
-        return " ".join((f"nvrtc {major}.{minor}", *compile_flags(target, False, False, self.tunables)))
+        major, minor = checked(open_nvrtc().nvrtcVersion())
+        prelude = f"prelude {zlib.crc32(PRELUDE.encode()):08x}"
+        return " ".join((f"nvrtc {major}.{minor}", prelude, *compile_flags(target, False, False, self.tunables)))
 
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
         flags = compile_flags(source.target, source.chaos, source.trace, self.tunables)
@@ -360,15 +290,18 @@ class CudaDevice(Device):
     def load(self, binary: Path, target: Target, abi_hash: int) -> CudaExecutable:
         own = self.target
         if target.name != own.name:
-            raise ProgramError(f"{binary} was built for {target.name}; {self.info.name} is {own.name}; build it for this device")
+            raise ProgramError(
+                f"{binary} was built for {target.name}; {self.info.name} is {own.name}; build it for this device"
+            )
         if target.workers > own.workers:
             raise ProgramError(
                 f"{binary} was built for {target.workers} workers; {self.info.name} has {own.workers} multiprocessors; "
                 "build it for this device"
             )
-        if shared_bytes_of(target) > self.info.shared_bytes:
+        need = shared_bytes_of(target, self.tunables)
+        if need > self.info.shared_bytes:
             raise ProgramError(
-                f"{binary} needs {shared_bytes_of(target):,} bytes of shared memory for a block; {self.info.name} gives "
+                f"{binary} needs {need:,} bytes of shared memory for a block; {self.info.name} gives "
                 f"{self.info.shared_bytes:,}"
             )
         return CudaExecutable(self, binary.read_bytes(), target, abi_hash, str(binary))
@@ -378,11 +311,11 @@ class CudaDevice(Device):
         """The GPU's primary context becomes this thread's."""
         d = _driver()
         if self._context is None:
-            device = _checked(d.cuDeviceGet(self.info.index))
-            self._context = _checked(d.cuDevicePrimaryCtxRetain(device))
-            _checked(d.cuCtxSetCurrent(self._context))
-            self._copies = _checked(d.cuStreamCreate(int(d.CUstream_flags.CU_STREAM_NON_BLOCKING)))
-        _checked(d.cuCtxSetCurrent(self._context))
+            device = checked(d.cuDeviceGet(self.info.index))
+            self._context = checked(d.cuDevicePrimaryCtxRetain(device))
+            checked(d.cuCtxSetCurrent(self._context))
+            self._copies = checked(d.cuStreamCreate(int(d.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+        checked(d.cuCtxSetCurrent(self._context))
 
     def host_address(self, address: int) -> int:
         """Where the host sees host-visible memory."""
@@ -396,17 +329,21 @@ class CudaDevice(Device):
         d = _driver()
         status, address = d.cuMemAlloc(max(nbytes, 256))
         if int(status) != 0:
-            free, total = _checked(d.cuMemGetInfo())
-            raise CapacityError(f"{self.name}: cannot allocate {nbytes:,} bytes; {free:,} of {total:,} are free ({status.name})")
+            free, total = checked(d.cuMemGetInfo())
+            raise CapacityError(
+                f"{self.name}: cannot allocate {nbytes:,} bytes; {free:,} of {total:,} are free ({status.name})"
+            )
         return Buffer(int(address), nbytes, None, address)
 
     def _pinned(self, nbytes: int) -> Buffer:
         d = _driver()
         status, pointer = d.cuMemHostAlloc(max(nbytes, 256), d.CU_MEMHOSTALLOC_DEVICEMAP | d.CU_MEMHOSTALLOC_PORTABLE)
         if int(status) != 0:
-            raise CapacityError(f"{self.name}: cannot allocate {nbytes:,} bytes of host memory for the GPU ({status.name})")
+            raise CapacityError(
+                f"{self.name}: cannot allocate {nbytes:,} bytes of host memory for the GPU ({status.name})"
+            )
         host = int(pointer)
-        address = int(_checked(d.cuMemHostGetDevicePointer(pointer, 0)))
+        address = int(checked(d.cuMemHostGetDevicePointer(pointer, 0)))
         view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(host))
         self._hosts[address] = host
         return Buffer(address, nbytes, view, host)
@@ -417,8 +354,8 @@ class CudaDevice(Device):
             return
         self.make_current()
         d = _driver()
-        _checked(d.cuMemsetD8Async(buffer.address, byte, buffer.bytes, self._copies))
-        _checked(d.cuStreamSynchronize(self._copies))
+        checked(d.cuMemsetD8Async(buffer.address, byte, buffer.bytes, self._copies))
+        checked(d.cuStreamSynchronize(self._copies))
 
     def upload(self, buffer: Buffer, offset: int, data: npt.NDArray[Any]) -> None:
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
@@ -432,21 +369,21 @@ class CudaDevice(Device):
         for at in range(0, flat.nbytes, STAGING_BYTES):
             part = flat[at : at + STAGING_BYTES]
             staging[: part.nbytes] = part
-            _checked(d.cuMemcpyHtoDAsync(buffer.address + offset + at, staging.ctypes.data, part.nbytes, self._copies))
-            _checked(d.cuStreamSynchronize(self._copies))
+            checked(d.cuMemcpyHtoDAsync(buffer.address + offset + at, staging.ctypes.data, part.nbytes, self._copies))
+            checked(d.cuStreamSynchronize(self._copies))
 
     def download(self, buffer: Buffer, offset: int, nbytes: int) -> Bytes:
         _range(buffer, offset, nbytes)
         if buffer.host is not None:
-            return buffer.host[offset : offset + nbytes].copy()
+            return np.array(buffer.host[offset : offset + nbytes], np.uint8)
         self.make_current()
         d = _driver()
         out = np.empty(nbytes, np.uint8)
         staging = self._stage()
         for at in range(0, nbytes, STAGING_BYTES):
             size = min(STAGING_BYTES, nbytes - at)
-            _checked(d.cuMemcpyDtoHAsync(staging.ctypes.data, buffer.address + offset + at, size, self._copies))
-            _checked(d.cuStreamSynchronize(self._copies))
+            checked(d.cuMemcpyDtoHAsync(staging.ctypes.data, buffer.address + offset + at, size, self._copies))
+            checked(d.cuStreamSynchronize(self._copies))
             out[at : at + size] = staging[:size]
         return out
 
@@ -480,10 +417,8 @@ def _range(buffer: Buffer, offset: int, nbytes: int) -> None:
 @lru_cache(maxsize=1)
 def _precise_sleep() -> None:
     """Short sleeps end when they should: Linux otherwise adds 50 microseconds."""
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, 1 ns
-    except (OSError, AttributeError):
-        pass
 
 
 def _ring_offset() -> int:

@@ -1,47 +1,35 @@
 // How each role runs a task on this device. `Core<T>` of a task that streams is written for the matrix cores; any other
-// task is executed by the group of consumers. Each is a function out of line, which takes and returns the role's state by
-// value: so that the state stays in registers, and that tasks which differ in their epilogue only share code.
+// task is executed by the group of consumers. A step runs through all of this code once a layer, and instructions are
+// fetched through the same memory as the weights: so what is run in every layer must fit the instruction cache. Hence
+// functions out of line that several tasks share, flags instead of template parameters, and loops that stay loops.
 #pragma once
 
 namespace megakernel::dev {
 
-// Stages in the order in which they are filled. The producer fills each once it is empty, every consumer waits for each
-// and gives it back: so no waiter is ever more than one phase behind.
-struct Ring {
-  uint32_t slot = 0, parity = 0;
-
-  MK_DEVICE void next() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-struct ProducerState {
-  WorkerState w;
-  Ring head, tail;
-  uint32_t in_flight;
-};
-
-// Warp-wide. Keeps at most kInFlight copies on their way: more would only make everyone else's loads wait.
+// Warp-wide. The producer fills each stage once it is empty. It keeps at most kInFlight copies on their way: more would
+// only make everyone else's loads wait.
 struct Producer {
   Worker w;
   Ring head, tail;
-  uint32_t in_flight = 0;
+  uint32_t in_flight;
   uint64_t policy = streaming_policy();
 
-  MK_DEVICE ProducerState state() const { return {w.state(), head, tail, in_flight}; }
-  MK_DEVICE void set(const ProducerState& s) {
-    w.set(s.w);
-    head = s.head, tail = s.tail, in_flight = s.in_flight;
+  MK_DEVICE void load() {
+    w.load();
+    const RoleState& s = w.state();
+    head = s.ring, tail = s.tail, in_flight = s.in_flight;
+  }
+  MK_DEVICE void save() const {
+    RoleState& s = w.state();
+    s.ring = head, s.tail = tail, s.in_flight = in_flight;
+    w.save();
   }
 
   MK_DEVICE void put(const void* from, uint32_t bytes) {
     Block& b = block();
-    w.wait_barrier(&b.empty[head.slot], head.parity ^ 1);
+    w.watch_barrier(&b.empty[head.slot], head.parity ^ 1);
     if (in_flight == kInFlight) {
-      w.wait_barrier(&b.full[tail.slot], tail.parity);
+      w.watch_barrier(&b.full[tail.slot], tail.parity);
       tail.next();
     } else {
       ++in_flight;
@@ -52,22 +40,21 @@ struct Producer {
   }
 };
 
-struct ConsumerState {
-  WorkerState w;
-  Ring ring;
-  uint32_t sums_slot, sums_parity;
-};
-
-// Warp-wide; every consumer takes every stage.
+// Warp-wide. Every consumer waits for every stage and gives it back: so no waiter is more than one phase behind.
 struct Consumer {
   Worker w;
   Ring ring;
-  uint32_t sums_slot = 0, sums_parity = 0;  // parity: one bit a slot
+  uint32_t sums_slot, sums_parity;
 
-  MK_DEVICE ConsumerState state() const { return {w.state(), ring, sums_slot, sums_parity}; }
-  MK_DEVICE void set(const ConsumerState& s) {
-    w.set(s.w);
+  MK_DEVICE void load() {
+    w.load();
+    const RoleState& s = w.state();
     ring = s.ring, sums_slot = s.sums_slot, sums_parity = s.sums_parity;
+  }
+  MK_DEVICE void save() const {
+    RoleState& s = w.state();
+    s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity;
+    w.save();
   }
 
   MK_DEVICE uint8_t* take() {
@@ -84,19 +71,19 @@ struct Consumer {
   }
 };
 
-struct StorerState {
-  WorkerState w;
-  uint32_t sums_slot, sums_parity;
-};
-
 struct Storer {
   Worker w;
-  uint32_t sums_slot = 0, sums_parity = 0;
+  uint32_t sums_slot, sums_parity;
 
-  MK_DEVICE StorerState state() const { return {w.state(), sums_slot, sums_parity}; }
-  MK_DEVICE void set(const StorerState& s) {
-    w.set(s.w);
+  MK_DEVICE void load() {
+    w.load();
+    const RoleState& s = w.state();
     sums_slot = s.sums_slot, sums_parity = s.sums_parity;
+  }
+  MK_DEVICE void save() const {
+    RoleState& s = w.state();
+    s.sums_slot = sums_slot, s.sums_parity = sums_parity;
+    w.save();
   }
 };
 
@@ -122,21 +109,30 @@ MK_DEVICE void signal_counter(Worker& w, const abi::Record& record) {
   if (record.signal != abi::kNone) w.signal(counter_of(w, record.signal), record.signal);
 }
 
+// The task that makes headers begins a launch; on the first worker, by the group of consumers.
+template <class T>
+__device__ __noinline__ void begin_launch() {
+  Worker w;
+  w.load();
+  T::begin(w);
+  w.save();
+}
+
 template <class T>
 struct Core {
   static constexpr bool kProduces = false, kStores = false;
   static constexpr bool kNeedsHeader = false;  // of its producer
 
-  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+  static __device__ __noinline__ void consume() {
     Consumer c;
-    c.set(state);
+    c.load();
     const abi::Record& record = *c.w.record;
     wait_counters(c.w, record);
     T::execute(c.w, record, fields_of<T>(record));
     c.w.sync();
     if (block().failed) asm volatile("exit;");  // nothing after it may go on
     if (c.w.lane() == 0) signal_counter(c.w, record);
-    return c.state();
+    c.save();
   }
 };
 

@@ -8,6 +8,8 @@
 // merged in order. So a row's result depends on nothing but its own tokens.
 #pragma once
 
+#include "megakernel/device/cuda_items.cuh"
+
 namespace megakernel::dev {
 
 constexpr uint32_t kRunTokens = 32;
@@ -17,6 +19,7 @@ template <tasks::AttentionConfig kConfig>
 struct Core<tasks::Attention<kConfig>> {
   using Task = tasks::Attention<kConfig>;
   using Fields = abi::AttentionFields;
+  using Items = PageItems<kConfig>;
   static constexpr bool kProduces = true, kStores = false, kNeedsHeader = true;
   static constexpr bool kHalf = kConfig.kv_dtype == DType::kF16;
   static constexpr uint32_t kDim = kConfig.head_dim, kGroup = kConfig.group, kKvHeads = kConfig.kv_heads;
@@ -41,65 +44,10 @@ struct Core<tasks::Attention<kConfig>> {
     return kKeyBytes + t / 32 * (kDim * 64) + dim / 8 * 512 + (dim % 8 * 4 + t % 8 / 2) * 16 + t % 32 / 8 * 4 + t % 2 * 2;
   }
 
-  // ---------------------------------------------------------------------------------------------- items
-  struct Items {
-    const abi::StepHeader& h;
-    const Fields& f;
-    uint32_t tile, end;
-    uint32_t head, group_row, group_rows, piece, piece_end, count, page, last_page;
-
-    MK_DEVICE Items(const abi::StepHeader& header, const abi::Record& record, const Fields& fields)
-        : h(header), f(fields), tile(record.tile_begin), end(record.tile_begin + record.tile_count) {
-      begin_tile();
-    }
-
-    MK_DEVICE bool next() {
-      while (tile < end) {
-        piece += f.splits;
-        while (piece >= piece_end) {
-          if (!next_group()) break;
-        }
-        if (piece < piece_end) {
-          set_pages();
-          return true;
-        }
-        ++tile;
-        begin_tile();
-      }
-      return false;
-    }
-
-   private:
-    MK_DEVICE void begin_tile() {
-      head = tile / f.splits;
-      count = head;
-      group_row = group_rows = piece = piece_end = 0;
-    }
-
-    MK_DEVICE bool next_group() {
-      group_row += group_rows;
-      group_rows = 0;
-      piece = piece_end;  // not an item
-      if (group_row >= h.rows) return false;
-      group_rows = 1;
-      while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == h.row[group_row].slot) ++group_rows;
-      const uint32_t first = tasks::first_seen(h.row[group_row].position, f.window) / kPiece;
-      piece_end = h.row[group_row + group_rows - 1].position / kPiece + 1;
-      piece = first + (tile + f.splits - count % f.splits) % f.splits;
-      count += piece_end - first;
-      return true;
-    }
-
-    MK_DEVICE void set_pages() {
-      page = tasks::most(piece * kPiecePages, tasks::first_seen(h.row[group_row].position, f.window) / kPage);
-      last_page = tasks::least((piece + 1) * kPiecePages - 1, h.row[group_row + group_rows - 1].position / kPage);
-    }
-  };
-
   // ---------------------------------------------------------------------------------------------- producer
-  static __device__ __noinline__ ProducerState produce(ProducerState state) {
+  static __device__ __noinline__ void produce() {
     Producer p;
-    p.set(state);
+    p.load();
     Worker& w = p.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
@@ -116,83 +64,13 @@ struct Core<tasks::Attention<kConfig>> {
         p.put(pool + (page * kKvHeads + items.head) * kUnitBytes, kUnitBytes);
       }
     }
-    return p.state();
+    p.save();
   }
 
   // ---------------------------------------------------------------------------------------------- one head at a position
-  struct Eight {
-    float v[8];
-
-    MK_DEVICE void zero() {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = 0.0f;
-    }
-    MK_DEVICE void load_fixed(const float* p) {
-      set(load_constant_quad(p), load_constant_quad(p + 4));
-    }
-    MK_DEVICE void set(const Quad& a, const Quad& b) {
-      v[0] = as_float(a.x), v[1] = as_float(a.y), v[2] = as_float(a.z), v[3] = as_float(a.w);
-      v[4] = as_float(b.x), v[5] = as_float(b.y), v[6] = as_float(b.z), v[7] = as_float(b.w);
-    }
-    MK_DEVICE float squares() const {
-      float s = v[0] * v[0];
-#pragma unroll
-      for (int i = 1; i < 8; ++i) s = fmaf(v[i], v[i], s);
-      return s;
-    }
-    MK_DEVICE void scale(float factor, const Eight& gamma) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * gamma.v[i];
-    }
-    MK_DEVICE Quad packed() const {
-      return {pack<kHalf>(v[0], v[1]), pack<kHalf>(v[2], v[3]), pack<kHalf>(v[4], v[5]), pack<kHalf>(v[6], v[7])};
-    }
-  };
-
-  // (x, y) -> (x cos - y sin, y cos + x sin)
-  MK_DEVICE static void rotate(float& x, float& y, float cos, float sin) {
-    const float a = x * cos - y * sin, b = y * cos + x * sin;
-    x = a;
-    y = b;
-  }
-
   MK_DEVICE static const float* row_of(const Worker& w, const Fields& f, uint32_t row) {
     return tasks::workspace<const float>(w, f.qkv) + uint64_t(row) * kColumns;
   }
-
-  // Eights that other workers publish, `kCount` of a lane, `stride` floats apart: asked for now, waited for later.
-  template <uint32_t kCount>
-  struct Pending {
-    Quad q[kCount][2];
-    const float* p;
-    uint32_t stride;
-
-    MK_DEVICE void ask(const float* from, uint32_t apart, bool wanted) {
-      p = from, stride = apart;
-#pragma unroll
-      for (uint32_t i = 0; i < kCount; ++i) {
-        q[i][0] = q[i][1] = Quad{0, 0, 0, 0};
-        if (wanted) q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
-      }
-    }
-    MK_DEVICE void wait(Worker& w, Eight (&out)[kCount]) {
-      w.spin([&] {
-        bool missing = false;
-#pragma unroll
-        for (uint32_t i = 0; i < kCount; ++i) missing |= invalid(q[i][0]) || invalid(q[i][1]);
-        if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-        for (uint32_t i = 0; i < kCount; ++i) {
-          if (invalid(q[i][0]) || invalid(q[i][1])) {
-            q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
-          }
-        }
-        return false;
-      }, abi::FaultKind::kValueBudget, 0);
-#pragma unroll
-      for (uint32_t i = 0; i < kCount; ++i) out[i].set(q[i][0], q[i][1]);
-    }
-  };
 
   // Lane 4 g + t holds elements [32 c + 8 t, + 8) of q-row `m`, c = 0 .. kChunks - 1: normed, rotated, rounded.
   MK_DEVICE static void load_query(Worker& w, const Fields& f, const Items& item, uint32_t m, Quad (&out)[kChunks]) {
@@ -226,7 +104,7 @@ struct Core<tasks::Attention<kConfig>> {
       for (uint32_t i = 0; i < kChunks; ++i) rotate_pairs(w, f, position, i * 32 + t * 8, x[i]);
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kChunks; ++i) out[i] = x[i].packed();
+    for (uint32_t i = 0; i < kChunks; ++i) out[i] = x[i].template packed<kHalf>();
   }
 
   MK_DEVICE static void norm_query(Worker& w, const Fields& f, Eight (&x)[kChunks]) {
@@ -311,7 +189,7 @@ struct Core<tasks::Attention<kConfig>> {
     }
 
     MK_DEVICE static void store_token(uint8_t* stage, uint8_t* global, uint32_t token, uint32_t dim, const Eight (&kv)[2]) {
-      const Quad key = kv[0].packed(), value = kv[1].packed();
+      const Quad key = kv[0].template packed<kHalf>(), value = kv[1].template packed<kHalf>();
       *reinterpret_cast<Quad*>(stage + key_at(token, dim)) = key;
       *reinterpret_cast<Quad*>(global + key_at(token, dim)) = key;
       const uint32_t words[4] = {value.x, value.y, value.z, value.w};
@@ -340,71 +218,83 @@ struct Core<tasks::Attention<kConfig>> {
   };
 
   // ---------------------------------------------------------------------------------------------- consumer
-  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+  static __device__ __noinline__ void consume() {
     Consumer c;
-    c.set(state);
+    c.load();
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
     w.sync();  // scratch is free
     wait_counters(w, record);
     char* pool = reinterpret_cast<char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
-    Items item(*w.header, record, f);
-    while (item.next()) run_item(c, f, item, pool);
-    clear_last(w, record, f);
-    w.sync();
+    Held held;
+#pragma unroll 1
+    for (uint32_t past = 0; past < 2; ++past) {  // this step's items; then what the step before wrote is cleared
+      Items item(past ? *w.last : *w.header, record, f);
+#pragma unroll 1
+      while (item.next()) {
+        if (past) {
+          clear_item(w, f, item);
+        } else {
+          run_item(c, f, item, pool, held);
+        }
+      }
+    }
+    w.sync();  // scratch is free for the next record
     if (w.lane() == 0) signal_counter(w, record);
-    return c.state();
+    c.save();
   }
 
-  MK_DEVICE static void run_item(Consumer& c, const Fields& f, const Items& item, char* pool) {
+  // The queries of the last item, when they are all of its q-rows, and which half of scratch merges next.
+  struct Held {
+    Quad q[kChunks] = {};
+    uint32_t head = ~0u, group_row = ~0u, half = 0;
+  };
+
+  MK_DEVICE static void run_item(Consumer& c, const Fields& f, const Items& item, char* pool, Held& held) {
     Worker& w = c.w;
     const uint32_t run_start = item.piece * kPiece + w.warp() * kRunTokens, my_page = run_start / kPage;
     const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
     // The rows of the group whose positions are in this run.
-    const uint32_t from = w.header->row[item.group_row].position;
+    const uint32_t from = w.header->row[item.group_row].position, rows = item.group_rows * kGroup;
     const uint32_t low = tasks::most(run_start, from), high = tasks::least(run_start + kRunTokens, from + item.group_rows);
-    uint32_t row = item.group_row + low - from;
-    const uint32_t end = mine && low < high ? row + high - low : row;
-    Fresh fresh;
-    Quad q[2][kChunks] = {};
-    if (row < end) fresh.ask(w, f, item, row);
-    if (mine) load_queries(w, f, item, 0, q);
+    const uint32_t row = item.group_row + low - from, end = mine && low < high ? row + high - low : row;
+    const bool known = held.head == item.head && held.group_row == item.group_row;
     const Ring first = c.ring;
     uint8_t* stage = nullptr;
+    Fresh fresh;
 #pragma unroll 1
-    for (uint32_t page = item.page; page <= item.last_page; ++page) {
-      uint8_t* at = c.take();
-      if (page == my_page && mine) stage = at;
-      c.ring.next();
-    }
+    for (uint32_t base = 0; base < rows; base += 8) {
+      const uint32_t begin = base == 0 ? row : end;
+      // One place for each of what may be asked for, however often it is done.
 #pragma unroll 1
-    while (row < end) {
-      fresh.put(w, f, item, row, stage, pool);
-      if (++row < end) fresh.ask(w, f, item, row);
+      for (uint32_t r = begin;; ++r) {
+        if (r < end) fresh.ask(w, f, item, r);
+        if (r == begin && mine && (base > 0 || !known)) load_query(w, f, item, base + w.warp_lane() / 4, held.q);
+        if (r == begin && base == 0) stage = take_pages(c, item, mine ? my_page : ~0u);
+        if (r >= end) break;
+        fresh.put(w, f, item, r, stage, pool);
+      }
+      attend(w, f, item, base, stage, run_start, held);
     }
-    const uint32_t rows = item.group_rows * kGroup;
-#pragma unroll 1
-    for (uint32_t base = 0; base < rows; base += 16) {
-      if (base > 0 && mine) load_queries(w, f, item, base, q);
-      attend(w, f, item, base, stage, run_start, q);
-    }
+    held.head = mine && rows <= 8 ? item.head : ~0u;
+    held.group_row = item.group_row;
     __syncwarp();
     Ring back = first;
 #pragma unroll 1
     for (uint32_t page = item.page; page <= item.last_page; ++page, back.next()) c.give_back(back.slot);
   }
 
-  // q-rows [base, base + 16): low half and high half of the rows of the A operand.
-  MK_DEVICE static void load_queries(Worker& w, const Fields& f, const Items& item, uint32_t base, Quad (&q)[2][kChunks]) {
-    const bool both = item.group_rows * kGroup - base > 8;
+  // Waits for all pages of the item; the stage of `wanted`, or null.
+  MK_DEVICE static uint8_t* take_pages(Consumer& c, const Items& item, uint32_t wanted) {
+    uint8_t* stage = nullptr;
 #pragma unroll 1
-    for (uint32_t h = 0; h < (both ? 2 : 1); ++h) {
-      Quad half[kChunks];
-      load_query(w, f, item, base + w.warp_lane() / 4 + h * 8, half);
-#pragma unroll
-      for (uint32_t i = 0; i < kChunks; ++i) (h ? q[1][i] : q[0][i]) = half[i];
+    for (uint32_t page = item.page; page <= item.last_page; ++page) {
+      uint8_t* at = c.take();
+      if (page == wanted) stage = at;
+      c.ring.next();
     }
+    return stage;
   }
 
   // Tokens [low, high) of the run that the q-row sees.
@@ -420,12 +310,12 @@ struct Core<tasks::Attention<kConfig>> {
     }
   };
 
-  // q-rows [base, base + 16) of the item against this warp's run; then all runs merged and published.
+  // q-rows [base, base + 8) of the item against this warp's run; then all runs merged and published.
   MK_DEVICE static void attend(Worker& w, const Fields& f, const Items& item, uint32_t base, const uint8_t* stage,
-                               uint32_t run_start, const Quad (&q)[2][kChunks]) {
-    const uint32_t lane = w.warp_lane(), g = lane / 4, t = lane % 4;
-    const bool both = item.group_rows * kGroup - base > 8;  // q-rows 8 to 15 too
-    float top[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
+                               uint32_t run_start, Held& held) {
+    const Quad (&q)[kChunks] = held.q;
+    const uint32_t lane = w.warp_lane(), t = lane % 4;
+    float top = -kInfinity, total = 0.0f;
     float o[kValueTiles][4] = {};
     if (stage) {
       float s[4][4] = {};
@@ -435,91 +325,79 @@ struct Core<tasks::Attention<kConfig>> {
 #pragma unroll
         for (uint32_t i = 0; i < kChunks; ++i) {
           const Quad b = *reinterpret_cast<const Quad*>(keys + j * (kDim * 16) + i * 512);
-          multiply<kHalf>(s[j], q[0][i].x, q[1][i].x, q[0][i].y, q[1][i].y, b.x, b.y);
-          multiply<kHalf>(s[j], q[0][i].z, q[1][i].z, q[0][i].w, q[1][i].w, b.z, b.w);
+          multiply<kHalf>(s[j], q[i].x, 0, q[i].y, 0, b.x, b.y);
+          multiply<kHalf>(s[j], q[i].z, 0, q[i].w, 0, b.z, b.w);
         }
       }
+      soften(f, s, Seen(w, f, item, base + lane / 4, run_start), t, top, total);
+      uint32_t p[4];
 #pragma unroll
-      for (uint32_t h = 0; h < 2; ++h) {
-        if (h == 0 || both) soften(f, s, h, Seen(w, f, item, base + g + h * 8, run_start), t, top[h], total[h]);
-      }
-      uint32_t p[4][2];
-#pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) {
-        p[j][0] = pack<kHalf>(s[j][0], s[j][1]);
-        p[j][1] = pack<kHalf>(s[j][2], s[j][3]);  // zeros when there are no such rows
-      }
+      for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
       const uint8_t* values = stage + kKeyBytes + run_start % kPage / 32 * (kDim * 64) + lane * 16;
 #pragma unroll
       for (uint32_t n = 0; n < kValueTiles; ++n) {
         const Quad b = *reinterpret_cast<const Quad*>(values + n * 512);
-        multiply<kHalf>(o[n], p[0][0], p[0][1], p[1][0], p[1][1], b.x, b.y);
-        multiply<kHalf>(o[n], p[2][0], p[2][1], p[3][0], p[3][1], b.z, b.w);
+        multiply<kHalf>(o[n], p[0], 0, p[1], 0, b.x, b.y);
+        multiply<kHalf>(o[n], p[2], 0, p[3], 0, b.z, b.w);
       }
     }
-    merge(w, f, item, base, top, total, o);
+    merge(w, f, item, base, top, total, o, held.half);
   }
 
-  // Scores of one half of the rows become weights.
-  MK_DEVICE static void soften(
-      const Fields& f, float (&s)[4][4], uint32_t h, const Seen& seen, uint32_t t, float& top, float& total) {
+  // Scores become weights.
+  MK_DEVICE static void soften(const Fields& f, float (&s)[4][4], const Seen& seen, uint32_t t, float& top, float& total) {
 #pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
-#pragma unroll
-      for (uint32_t e = 0; e < 2; ++e) {
-        float& v = s[j][h * 2 + e];
-        v *= f.scale;
-        if constexpr (kConfig.softcap) v = f.softcap * tanhf(v / f.softcap);
-        const uint32_t token = j * 8 + t * 2 + e;
-        if (token < seen.low || token >= seen.high) v = -kInfinity;
-        top = max(top, v);
-      }
+    for (uint32_t i = 0; i < 8; ++i) {
+      float& v = s[i / 2][i % 2];
+      v *= f.scale;
+      if constexpr (kConfig.softcap) v = f.softcap * tanhf(v / f.softcap);
+      const uint32_t token = i / 2 * 8 + t * 2 + i % 2;
+      if (token < seen.low || token >= seen.high) v = -kInfinity;
+      top = max(top, v);
     }
     top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
     const float base = top == -kInfinity ? 0.0f : top;
 #pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
-#pragma unroll
-      for (uint32_t e = 0; e < 2; ++e) {
-        float& v = s[j][h * 2 + e];
-        v = exp2_fast((v - base) * kLog2e);
-        total += v;
-      }
+    for (uint32_t i = 0; i < 8; ++i) {
+      float& v = s[i / 2][i % 2];
+      v = exp2_fast((v - base) * kLog2e);
+      total += v;
     }
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
   }
 
-  // Results of the runs, in order. Rows go through scratch as many at a time as fit.
-  MK_DEVICE static void merge(Worker& w, const Fields& f, const Items& item, uint32_t base, const float (&top)[2],
-                              const float (&total)[2], const float (&o)[kValueTiles][4]) {
+  // Results of the runs, in order. Rows go through scratch as many at a time as fit; where all fit in half of it, the
+  // halves take turns and the group meets once instead of twice.
+  MK_DEVICE static void merge(Worker& w, const Fields& f, const Items& item, uint32_t base, float top, float total,
+                              const float (&o)[kValueTiles][4], uint32_t& half) {
+    constexpr uint32_t kTopBytes = kConsumers * 8 * sizeof(float2), kRowBytes = kConsumers * kDim * 4;
     const uint32_t g = w.warp_lane() / 4, t = w.warp_lane() % 4;
-    const uint32_t rows = tasks::least(16, item.group_rows * kGroup - base);
-    auto* tops = reinterpret_cast<float2*>(block().scratch);  // [kConsumers][16]: top, total
-    float* sums = reinterpret_cast<float*>(block().scratch + kConsumers * 16 * sizeof(float2));
-    const uint32_t room = (Sums::below(w.header->rows) - kConsumers * 16 * 8) / (kConsumers * kDim * 4);
-    if (t == 0) {
-      tops[w.warp() * 16 + g] = make_float2(top[0], total[0]);
-      tops[w.warp() * 16 + g + 8] = make_float2(top[1], total[1]);
-    }
+    const uint32_t rows = tasks::least(8, item.group_rows * kGroup - base);
+    const uint32_t space = Sums::below(w.header->rows), half_space = space / 2 / 16 * 16;
+    const bool turns = kTopBytes + rows * kRowBytes <= half_space;
+    const uint32_t room = turns ? rows : (space - kTopBytes) / kRowBytes;
+    uint8_t* scratch = block().scratch + (turns && half ? half_space : 0);
+    half ^= 1;
+    auto* tops = reinterpret_cast<float2*>(scratch);  // [kConsumers][8]: top, total
+    float* sums = reinterpret_cast<float*>(scratch + kTopBytes);
+    if (!turns) w.sync();
+    if (t == 0) tops[w.warp() * 8 + g] = make_float2(top, total);
+#pragma unroll 1
     for (uint32_t first = 0; first < rows; first += room) {
       const uint32_t count = tasks::least(room, rows - first);
+      if (g - first < count) {
+        float* out = sums + (w.warp() * count + g - first) * kDim + t * 2;
 #pragma unroll
-      for (uint32_t h = 0; h < 2; ++h) {
-        const uint32_t row = g + h * 8 - first;  // wraps when below
-        if (row >= count) continue;
-        float* out = sums + (w.warp() * count + row) * kDim + t * 2;
-#pragma unroll
-        for (uint32_t n = 0; n < kValueTiles; ++n) {
-          *reinterpret_cast<float2*>(out + n * 8) = make_float2(o[n][h * 2], o[n][h * 2 + 1]);
-        }
+        for (uint32_t n = 0; n < kValueTiles; ++n) *reinterpret_cast<float2*>(out + n * 8) = make_float2(o[n][0], o[n][1]);
       }
       w.sync();
+#pragma unroll 1
       for (uint32_t i = w.lane(); i < count * kDim; i += w.lanes()) {
         publish_merged(w, f, item, base + first + i / kDim, tops + first + i / kDim, sums + i, count * kDim, i % kDim);
       }
-      w.sync();
+      if (!turns) w.sync();
     }
   }
 
@@ -529,10 +407,10 @@ struct Core<tasks::Attention<kConfig>> {
     if (position / kPiece < item.piece || tasks::first_seen(position, f.window) / kPiece > item.piece) return;
     float top = -kInfinity, total = 0.0f, sum = 0.0f;
 #pragma unroll
-    for (uint32_t i = 0; i < kRuns; ++i) top = max(top, tops[i * 16].x);
-#pragma unroll
+    for (uint32_t i = 0; i < kRuns; ++i) top = max(top, tops[i * 8].x);
+#pragma unroll 2
     for (uint32_t i = 0; i < kRuns; ++i) {
-      const float2 part = tops[i * 16];
+      const float2 part = tops[i * 8];
       if (part.x == -kInfinity) continue;
       const float factor = exp2_fast((part.x - top) * kLog2e);
       total += factor * part.y;
@@ -550,14 +428,12 @@ struct Core<tasks::Attention<kConfig>> {
     return tasks::workspace<float>(w, f.partials) + ((uint64_t(row) * kHeads + head) * f.max_pieces + piece) * kPartial;
   }
 
-  // What this record wrote in the step before.
-  MK_DEVICE static void clear_last(Worker& w, const abi::Record& record, const Fields& f) {
-    Items item(*w.last, record, f);
-    while (item.next()) {
-      for (uint32_t m = 0; m < item.group_rows * kGroup; ++m) {
-        float* at = before(w, partial_at(w, f, item.group_row + m / kGroup, item.head * kGroup + m % kGroup, item.piece));
-        for (uint32_t i = w.lane(); i < kPartial; i += w.lanes()) clear(at + i);
-      }
+  MK_DEVICE static void clear_item(Worker& w, const Fields& f, const Items& item) {
+#pragma unroll 1
+    for (uint32_t m = w.warp(); m < item.group_rows * kGroup; m += kConsumers) {
+      float* at = before(w, partial_at(w, f, item.group_row + m / kGroup, item.head * kGroup + m % kGroup, item.piece));
+#pragma unroll 1
+      for (uint32_t i = w.warp_lane(); i < kPartial; i += 32) clear(at + i);
     }
   }
 };

@@ -6,6 +6,7 @@ namespace megakernel::dev {
 
 #define MK_DEVICE __device__ __forceinline__
 #define MK_MEMORY
+#define MK_OUT_OF_LINE __device__ __noinline__
 
 #if __CUDA_ARCH__ >= 900
 constexpr bool kBulkCopies = true;
@@ -39,6 +40,24 @@ MK_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
       : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 #endif
   return done != 0;
+}
+
+// Waits for the phase with this parity in as few instructions as it can be done: the instruction cache is what a step is
+// short of. Ends the thread when the word at `stop` is not zero.
+MK_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity, uint32_t stop) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred p, q;\n.reg .u32 s;\n"
+      "AGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\n"
+      "ld.volatile.shared.u32 s, [%2];\nsetp.eq.u32 q, s, 0;\n@q bra AGAIN;\nexit;\nDONE:\n}" ::"r"(barrier),
+      "r"(parity), "r"(stop) : "memory");
+#else
+  asm volatile(
+      "{\n.reg .pred p, q;\n.reg .u32 s;\n"
+      "AGAIN:\nmbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@p bra DONE;\n"
+      "ld.volatile.shared.u32 s, [%2];\nsetp.eq.u32 q, s, 0;\n@q bra AGAIN;\nexit;\nDONE:\n}" ::"r"(barrier),
+      "r"(parity), "r"(stop) : "memory");
+#endif
 }
 
 // The first lane's value, in every lane of the warp.
@@ -120,6 +139,22 @@ MK_DEVICE uint64_t load_system(const void* p) {  // of the host's memory; orders
   return v;
 }
 
+MK_DEVICE float2 load_two(const float* p) {
+  uint32_t x, y;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "l"(p) : "memory");
+  return make_float2(__uint_as_float(x), __uint_as_float(y));
+}
+
+struct alignas(16) Pair {
+  uint64_t x, y;
+};
+
+MK_DEVICE Pair load_pair(const void* p) {  // each half is one access, in no order
+  Pair v;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
 MK_DEVICE void store_long(void* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
@@ -181,6 +216,13 @@ MK_DEVICE uint32_t load_acquire(const uint32_t* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+
+template <class T>
+MK_DEVICE uint32_t load_volatile(const T* p) {
+  return *reinterpret_cast<const volatile uint32_t*>(p);
+}
+MK_DEVICE void store_volatile(uint32_t* p, uint32_t v) { *static_cast<volatile uint32_t*>(p) = v; }
+MK_DEVICE void end_thread() { asm volatile("exit;"); }
 
 MK_DEVICE uint64_t clock_ns() {
   uint64_t t;

@@ -8,7 +8,8 @@ MK_DEVICE bool wants_largest_only(const Worker& w, uint32_t sampled) {
   const abi::Row& row = w.header->row[w.header->sample_row[sampled]];
   const abi::Sampling& o = tasks::at<const abi::SlotState>(w.args.slots)[row.slot].sampling;
   return o.temperature == 0.0f && o.repetition_penalty == 1.0f && o.presence_penalty == 0.0f &&
-         o.frequency_penalty == 0.0f && o.logprobs == 0 && o.top_logprobs == 0;
+         o.frequency_penalty == 0.0f && o.logprobs == 0 && o.top_logprobs == 0 &&
+         o.biased == 0;
 }
 
 template <tasks::SampleConfig kConfig>
@@ -16,9 +17,9 @@ struct Core<tasks::Sample<kConfig>> {
   using Task = tasks::Sample<kConfig>;
   static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
 
-  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+  static __device__ __noinline__ void consume() {
     Consumer c;
-    c.set(state);
+    c.load();
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const uint32_t end = tasks::least(record.tile_begin + record.tile_count, w.header->sampled);
@@ -35,10 +36,11 @@ struct Core<tasks::Sample<kConfig>> {
       w.sync();
       if (block().failed) asm volatile("exit;");
     }
-    if (record.signal == abi::kNone) return c.state();
-    w.sync();
-    if (w.lane() == 0) signal_counter(w, record);
-    return c.state();
+    if (record.signal != abi::kNone) {
+      w.sync();
+      if (w.lane() == 0) signal_counter(w, record);
+    }
+    c.save();
   }
 };
 
@@ -48,9 +50,9 @@ struct Core<tasks::Advance<kConfig>> {
   using Fields = abi::AdvanceFields;
   static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
 
-  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+  static __device__ __noinline__ void consume() {
     Consumer c;
-    c.set(state);
+    c.load();
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
@@ -70,7 +72,7 @@ struct Core<tasks::Advance<kConfig>> {
     if (block().failed) asm volatile("exit;");
     Task::execute(w, record, f);
     w.sync();
-    return c.state();
+    c.save();
   }
 
   // Waits until the workers' shares are all of the vocabulary.
@@ -81,11 +83,10 @@ struct Core<tasks::Advance<kConfig>> {
       uint32_t seen = 0;
       best = 0;
       for (uint32_t i = w.warp_lane(); i < w.args.workers; i += 32) {
-        const Quad v = load_quad(Largest::at(w, f.logits, s, i));
-        const uint64_t key = uint64_t(v.y) << 32 | v.x;
-        if (key == ~uint64_t(0) || v.z == kInvalid) continue;
-        seen += v.z;
-        if (key > best) best = key;
+        const Pair v = load_pair(Largest::at(w, f.logits, s, i));
+        if (v.x == ~uint64_t(0) || v.y == ~uint64_t(0)) continue;
+        seen += uint32_t(v.y);
+        if (v.x > best) best = v.x;
       }
       return __reduce_add_sync(0xffffffffu, seen) == tiles;
     }, abi::FaultKind::kValueBudget, s);

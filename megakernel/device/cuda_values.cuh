@@ -9,9 +9,9 @@ struct Core<tasks::Embedding<kConfig>> {
   using Fields = abi::EmbeddingFields;
   static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
 
-  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
+  static __device__ __noinline__ void consume() {
     Consumer c;
-    c.set(state);
+    c.load();
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Embedding<kConfig>>(record);
@@ -46,10 +46,11 @@ struct Core<tasks::Embedding<kConfig>> {
 #pragma unroll 1
       for (uint32_t i = w.lane(); i < width; i += w.lanes()) clear(before(w, out + uint64_t(r) * f.cols + i));
     }
-    if (record.signal == abi::kNone) return c.state();
-    w.sync();
-    if (w.lane() == 0) signal_counter(w, record);
-    return c.state();
+    if (record.signal != abi::kNone) {
+      w.sync();
+      if (w.lane() == 0) signal_counter(w, record);
+    }
+    c.save();
   }
 
   MK_DEVICE static void publish_eight(float* out, const Quad& bits, float scale) {
@@ -64,181 +65,141 @@ struct Core<tasks::Embedding<kConfig>> {
   }
 };
 
-// Pieces of attention into its output (see tasks/combine.py). Consumer w adds pieces w, w + 8, ...; then the consumers in
-// order: a fixed order for each row.
+// Pieces of attention into its output (see tasks/combine.py). Up to 8 pieces are added in order by one warp. Of more,
+// consumer w adds pieces w, w + 8, ...; then the consumers in order. Either way a fixed order for each row.
 template <tasks::CombineConfig kConfig>
 struct Core<tasks::Combine<kConfig>> {
   using Fields = abi::CombineFields;
   static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
   static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2;
-  static constexpr uint32_t kParts = (kStride + 31) / 32;  // floats of a piece in one lane
-  static constexpr uint32_t kAtOnce = 4;                   // pieces of a warp on their way
+  static constexpr uint32_t kPairs = (kDim + 63) / 64;  // pairs of elements of a piece in one lane
+  static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
 
-  static __device__ __noinline__ ConsumerState consume(ConsumerState state) {
-    Consumer c;
-    c.set(state);
-    Worker& w = c.w;
-    const abi::Record& record = *w.record;
-    const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
-    wait_counters(w, record);
-    const uint32_t first = record.tile_begin, last = record.tile_begin + record.tile_count;
-    uint32_t turn = 0;
-    for (uint32_t r = 0; r < w.header->rows; ++r) {
-      const uint32_t position = w.header->row[r].position;
-      const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
-      const uint32_t high = position / kConfig.piece_tokens;
-      for (uint32_t h = first; h < last; ++h) {
-        if (high - low >= kConsumers) {
-          together(w, f, r, h, low, high);
-        } else if (turn++ % kConsumers == w.warp()) {
-          alone(w, f, r, h, low, high);
-        }
-      }
-    }
-    float* out = tasks::workspace<float>(w, f.output);
-    for (uint32_t r = 0; r < w.last->rows; ++r) {
-      for (uint32_t i = first * kDim + w.lane(); i < last * kDim; i += w.lanes()) {
-        clear(before(w, out + uint64_t(r) * kConfig.heads * kDim + i));
-      }
-    }
-    if (record.signal == abi::kNone) return c.state();
-    w.sync();
-    if (w.lane() == 0) signal_counter(w, record);
-    return c.state();
-  }
-
-  MK_DEVICE static const float* pieces_of(const Worker& w, const Fields& f, uint32_t r, uint32_t h) {
-    return tasks::workspace<const float>(w, f.partials) + (uint64_t(r) * kConfig.heads + h) * f.max_pieces * kStride;
-  }
-  MK_DEVICE static float* out_of(const Worker& w, const Fields& f, uint32_t r, uint32_t h) {
-    return tasks::workspace<float>(w, f.output) + (uint64_t(r) * kConfig.heads + h) * kDim;
-  }
-
-  // At most 8 pieces: one warp does what 8 would, each with one piece.
-  MK_DEVICE static void alone(Worker& w, const Fields& f, uint32_t r, uint32_t h, uint32_t low, uint32_t high) {
-    float piece[kConsumers][kParts];
-    // Element i is piece j with j % 8 == i, as in `together`.
-    const uint32_t base = low / kConsumers * kConsumers;
-    uint32_t index[kConsumers];
-#pragma unroll
-    for (uint32_t i = 0; i < kConsumers; ++i) index[i] = base + i >= low ? base + i : base + i + kConsumers;
-    await_pieces(w, pieces_of(w, f, r, h), index, high, piece);
-    float top = -kInfinity, total = 0.0f, sum[kParts] = {};
-    float tops[kConsumers];
-#pragma unroll
-    for (uint32_t i = 0; i < kConsumers; ++i) {
-      tops[i] = __shfl_sync(0xffffffffu, piece[i][kDim / 32], kDim % 32);
-      if (index[i] <= high) top = max(top, tops[i]);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kConsumers; ++i) {
-      const float own = __shfl_sync(0xffffffffu, piece[i][(kDim + 1) / 32], (kDim + 1) % 32);
-      if (index[i] > high) continue;
-      const float factor = exp2_fast((tops[i] - top) * kLog2e);
-      total += factor * own;
-#pragma unroll
-      for (uint32_t k = 0; k < kParts; ++k) sum[k] += factor * piece[i][k];
-    }
-    float* out = out_of(w, f, r, h);
-#pragma unroll
-    for (uint32_t k = 0; k < kParts; ++k) {
-      const uint32_t d = w.warp_lane() + k * 32;
-      if (d < kDim) publish(out + d, sum[k] / total);
-    }
-  }
-
-  // A sum of pieces relative to the largest of their tops. Element i of a lane is the (lane + 32 i)-th float of a piece.
+  // A sum of pieces relative to the largest of their tops: this lane's elements, 64 i + 2 lane and the next.
   struct Sum {
-    float top = -kInfinity, total = 0.0f, v[kParts] = {};
+    float top = -kInfinity, total = 0.0f;
+    float2 v[kPairs] = {};
 
-    MK_DEVICE void add(float piece_top, float piece_total, const float (&piece)[kParts]) {
+    MK_DEVICE void add(float piece_top, float piece_total, const float2 (&piece)[kPairs]) {
       const float high = max(top, piece_top);
       const float mine = exp2_fast((top - high) * kLog2e), other = exp2_fast((piece_top - high) * kLog2e);
       total = total * mine + other * piece_total;
 #pragma unroll
-      for (uint32_t i = 0; i < kParts; ++i) v[i] = v[i] * mine + other * piece[i];
+      for (uint32_t i = 0; i < kPairs; ++i) {
+        v[i].x = v[i].x * mine + other * piece[i].x;
+        v[i].y = v[i].y * mine + other * piece[i].y;
+      }
       top = high;
     }
   };
 
-  MK_DEVICE static void together(Worker& w, const Fields& f, uint32_t r, uint32_t h, uint32_t low, uint32_t high) {
-    const float* pieces = pieces_of(w, f, r, h);
+  static __device__ __noinline__ void consume() {
+    Consumer c;
+    c.load();
+    Worker& w = c.w;
+    const abi::Record& record = *w.record;
+    const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
+    wait_counters(w, record);
+    const uint32_t first = record.tile_begin, count = record.tile_count;
+#pragma unroll 1
+    for (uint32_t i = 0; i < w.header->rows * count; ++i) row_head(w, f, i / count, first + i % count, i);
+    float* out = tasks::workspace<float>(w, f.output) + first * kDim;
+#pragma unroll 1
+    for (uint32_t r = 0; r < w.last->rows; ++r) {
+#pragma unroll 1
+      for (uint32_t i = w.lane(); i < count * kDim; i += w.lanes()) clear(before(w, out + r * kConfig.heads * kDim + i));
+    }
+    if (record.signal != abi::kNone) {
+      w.sync();
+      if (w.lane() == 0) signal_counter(w, record);
+    }
+    c.save();
+  }
+
+  MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, uint32_t turn) {
+    const uint32_t position = w.header->row[r].position;
+    const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
+    const uint32_t high = position / kConfig.piece_tokens;
+    const bool together = high - low >= kConsumers;
+    if (!together && turn % kConsumers != w.warp()) return;
+    const uint64_t index = uint64_t(r) * kConfig.heads + h;
+    const float* pieces = tasks::workspace<const float>(w, f.partials) + index * f.max_pieces * kStride;
+    float* out = tasks::workspace<float>(w, f.output) + index * kDim;
+    const uint32_t step = together ? kConsumers : 1;
+    uint32_t j = together ? low + (w.warp() + kConsumers - low % kConsumers) % kConsumers : low;
     Sum sum;
-    for (uint32_t j = low + (w.warp() + kConsumers - low % kConsumers) % kConsumers; j <= high; j += kConsumers * kAtOnce) {
-      float piece[kAtOnce][kParts];
-      uint32_t index[kAtOnce];
+#pragma unroll 1
+    for (; j <= high; j += step * kAtOnce) add_pieces(w, pieces, j, step, high, sum);
+    if (together) {
+      merge(w, sum, out);
+      return;
+    }
 #pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) index[i] = j + i * kConsumers;
-      await_pieces(w, pieces, index, high, piece);
+    for (uint32_t i = 0; i < kPairs; ++i) {
+      const uint32_t d = i * 64 + w.warp_lane() * 2;
+      if (d >= kDim) continue;
+      publish(out + d, sum.v[i].x / sum.total);
+      publish(out + d + 1, sum.v[i].y / sum.total);
+    }
+  }
+
+  MK_DEVICE static bool missing(float2 v) { return as_bits(v.x) == kInvalid || as_bits(v.y) == kInvalid; }
+
+  // Pieces j, j + step, ... as many as come at once and are not beyond `high`.
+  MK_DEVICE static void add_pieces(Worker& w, const float* pieces, uint32_t j, uint32_t step, uint32_t high, Sum& sum) {
+    float2 value[kAtOnce][kPairs], ends[kAtOnce];  // ends: top and total
+    bool asked = false;
+    w.spin([&] {
+      bool again = !asked;
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const float top = __shfl_sync(0xffffffffu, piece[i][kDim / 32], kDim % 32);
-        const float total = __shfl_sync(0xffffffffu, piece[i][(kDim + 1) / 32], (kDim + 1) % 32);
-        if (index[i] <= high) sum.add(top, total, piece[i]);
-      }
-    }
-    w.sync();  // scratch is free
-    auto* memory = reinterpret_cast<float*>(block().scratch);  // [kConsumers][kStride]
-    float* own = memory + w.warp() * kStride;
+        const float* piece = pieces + uint64_t(j + i * step) * kStride;
+        const bool wanted = j + i * step <= high;
+        if (!asked) ends[i] = make_float2(0.0f, 0.0f);
+        if (wanted && (!asked || missing(ends[i]))) ends[i] = load_two(piece + kDim);
+        again = again || missing(ends[i]);
 #pragma unroll
-    for (uint32_t i = 0; i < kParts; ++i) {
-      const uint32_t d = w.warp_lane() + i * 32;
-      if (d < kDim) own[d] = sum.v[i];
-    }
-    if (w.warp_lane() == 0) own[kDim] = sum.top, own[kDim + 1] = sum.total;
-    w.sync();
-    float* out = out_of(w, f, r, h);
-    for (uint32_t d = w.lane(); d < kDim; d += w.lanes()) publish(out + d, merged(memory, d));
-    w.sync();
-  }
-
-  MK_DEVICE static float merged(const float* memory, uint32_t d) {
-    float top = -kInfinity, total = 0.0f, sum = 0.0f;
-    for (uint32_t i = 0; i < kConsumers; ++i) top = max(top, memory[i * kStride + kDim]);
-    for (uint32_t i = 0; i < kConsumers; ++i) {
-      if (memory[i * kStride + kDim] == -kInfinity) continue;
-      const float factor = exp2_fast((memory[i * kStride + kDim] - top) * kLog2e);
-      total += factor * memory[i * kStride + kDim + 1];
-      sum += factor * memory[i * kStride + d];
-    }
-    return sum / total;
-  }
-
-  // Pieces `index[i]`, zeros for those beyond `high`.
-  template <uint32_t kCount>
-  MK_DEVICE static void await_pieces(
-      Worker& w, const float* pieces, const uint32_t (&index)[kCount], uint32_t high, float (&out)[kCount][kParts]) {
-    uint32_t bits[kCount][kParts];
-#pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
-#pragma unroll
-      for (uint32_t k = 0; k < kParts; ++k) {
-        const bool wanted = index[i] <= high && w.warp_lane() + k * 32 < kStride;
-        bits[i][k] = wanted ? load_word(pieces + uint64_t(index[i]) * kStride + w.warp_lane() + k * 32) : 0;
-      }
-    }
-    w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < kCount; ++i) {
-#pragma unroll
-        for (uint32_t k = 0; k < kParts; ++k) missing |= bits[i][k] == kInvalid;
-      }
-      if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-      for (uint32_t i = 0; i < kCount; ++i) {
-#pragma unroll
-        for (uint32_t k = 0; k < kParts; ++k) {
-          if (bits[i][k] == kInvalid) bits[i][k] = load_word(pieces + uint64_t(index[i]) * kStride + w.warp_lane() + k * 32);
+        for (uint32_t k = 0; k < kPairs; ++k) {
+          const uint32_t d = k * 64 + w.warp_lane() * 2;
+          if (!asked) value[i][k] = make_float2(0.0f, 0.0f);
+          if (wanted && d < kDim && (!asked || missing(value[i][k]))) value[i][k] = load_two(piece + d);
+          again = again || missing(value[i][k]);
         }
       }
-      return false;
-    }, abi::FaultKind::kValueBudget, high);
+      asked = true;
+      return !__any_sync(0xffffffffu, again);
+    }, abi::FaultKind::kValueBudget, j);
 #pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
-#pragma unroll
-      for (uint32_t k = 0; k < kParts; ++k) out[i][k] = as_float(bits[i][k]);
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (j + i * step <= high) sum.add(ends[i].x, ends[i].y, value[i]);
     }
+  }
+
+  MK_DEVICE static void merge(Worker& w, const Sum& sum, float* out) {
+    auto* memory = reinterpret_cast<float*>(block().scratch);  // [kConsumers][kStride]
+    w.sync();                                                  // it is free
+    float* own = memory + w.warp() * kStride;
+#pragma unroll
+    for (uint32_t i = 0; i < kPairs; ++i) {
+      const uint32_t d = i * 64 + w.warp_lane() * 2;
+      if (d < kDim) *reinterpret_cast<float2*>(own + d) = sum.v[i];
+    }
+    if (w.warp_lane() == 0) *reinterpret_cast<float2*>(own + kDim) = make_float2(sum.top, sum.total);
+    w.sync();
+#pragma unroll 1
+    for (uint32_t d = w.lane(); d < kDim; d += w.lanes()) {
+      float top = -kInfinity, total = 0.0f, v = 0.0f;
+#pragma unroll 1
+      for (uint32_t i = 0; i < kConsumers; ++i) top = max(top, memory[i * kStride + kDim]);
+#pragma unroll 1
+      for (uint32_t i = 0; i < kConsumers; ++i) {
+        const float factor = exp2_fast((memory[i * kStride + kDim] - top) * kLog2e);
+        total += factor * memory[i * kStride + kDim + 1];
+        v += factor * memory[i * kStride + d];
+      }
+      publish(out + d, v / total);
+    }
+    w.sync();
   }
 };
 

@@ -27,60 +27,131 @@ constexpr bool makes_headers(TaskList<T...>) {
 }
 
 template <class T, class... Rest>
-MK_DEVICE void begin_launch(Worker& w, TaskList<T, Rest...>) {
+MK_DEVICE void begin_launch(TaskList<T, Rest...>) {
   if constexpr (Beginning<T>) {
-    T::begin(w);
+    dev::begin_launch<T>();
   } else if constexpr (sizeof...(Rest) > 0) {
-    begin_launch(w, TaskList<Rest...>{});
+    begin_launch(TaskList<Rest...>{});
   }
 }
 
-// f.template operator()<T>() of the record's task.
+// f.template operator()<T>() of the task with this opcode.
 template <uint32_t kIndex, class F, class T, class... Rest>
-MK_DEVICE void dispatch(Worker& w, F&& f, TaskList<T, Rest...>) {
-  if (w.record->opcode == kIndex) return f.template operator()<T>();
+MK_DEVICE void dispatch(uint32_t opcode, F f, TaskList<T, Rest...>) {
+  if (opcode == kIndex) return f.template operator()<T>();
   if constexpr (sizeof...(Rest) > 0) {
-    dispatch<kIndex + 1>(w, static_cast<F&&>(f), TaskList<Rest...>{});
+    dispatch<kIndex + 1>(opcode, f, TaskList<Rest...>{});
   } else {
-    w.fault(abi::FaultKind::kBadRecord, w.record->tile_begin, abi::kNone, w.record->opcode, kIndex);
+    dev::give_up(abi::FaultKind::kBadRecord, abi::kNone, opcode, kIndex);
   }
 }
 
-// The worker's records as control has put them into shared memory, step after step.
-struct Reader {
-  uint32_t slot = 0, parity = 0;
+// ------------------------------------------------------------------------------------------------ consumers and storer
+// Nothing lives from one of these functions to the next: see dev::RoleState.
 
-  // False: the record ends the step.
-  MK_DEVICE bool next(Worker& w) {
-    w.wait_barrier(&block().record_full[slot], parity);
-    w.mark(&block().record[slot]);
-    return w.record->opcode != abi::kEnd;
+// The next step's header is there. False: the launch ends here.
+template <bool kProducer = false>
+MK_OUT_OF_LINE bool await_header() {
+  Worker w;
+  w.load();
+  const uint32_t copy = w.step & 1, parity = w.state().header_parity;
+  if constexpr (kProducer) {
+    w.watch_barrier(&block().header_full[copy], parity >> copy & 1);
+  } else {
+    w.wait_barrier(&block().header_full[copy], parity >> copy & 1);
   }
-  MK_DEVICE void done(Worker& w) {
-    __syncwarp();
-    w.mark(nullptr);
-    if (w.warp_lane() == 0) dev::barrier_arrive(&block().record_empty[slot]);
-    if (++slot == dev::kRecords) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// Waits for the header of step w.step. False: the launch ends here.
-MK_DEVICE bool await_header(Worker& w, uint32_t& parity) {
-  const uint32_t copy = w.step & 1;
-  w.wait_barrier(&block().header_full[copy], parity >> copy & 1, abi::FaultKind::kHeaderBudget);
-  parity ^= 1u << copy;
+  w.state().header_parity = parity ^ 1u << copy;
+  w.save();
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
-// This warp will not look at the step again.
-MK_DEVICE void end_step(Worker& w) {
-  __syncwarp();
-  if (w.warp_lane() == 0) dev::barrier_arrive(&block().step_done);
+MK_OUT_OF_LINE void begin_step() {
+  Worker w;
+  w.load();
+  w.state().step = w.step + 1;
+  w.state().record_index = ~0u;
+  if (w.warp() == dev::kProducerWarp) block().header_known = 0;
+  w.save();
 }
 
+// This warp will not look at the step again.
+MK_OUT_OF_LINE void end_step() {
+  dev::warp_meets();
+  if (dev::lane_of_warp() == 0) dev::barrier_arrive(&block().step_done);
+}
+
+// The opcode of the next record that control has put into shared memory.
+MK_OUT_OF_LINE uint32_t next_record() {
+  Worker w;
+  w.load();
+  dev::RoleState& s = w.state();
+  const abi::Record* record = &block().record[s.record_slot];
+  w.wait_barrier(&block().record_full[s.record_slot], s.record_parity);
+  s.record = record;
+  s.record_index = w.record_index + 1;
+  w.save();
+  return record->opcode;
+}
+
+MK_OUT_OF_LINE void done_record() {
+  dev::warp_meets();
+  dev::RoleState& s = dev::own_state();
+  const uint32_t slot = s.record_slot, parity = s.record_parity;
+  if (dev::lane_of_warp() == 0) dev::barrier_arrive(&block().record_empty[slot]);
+  const bool wraps = slot + 1 == dev::kRecords;
+  dev::warp_meets();
+  s.record = nullptr;
+  s.record_slot = wraps ? 0 : slot + 1;
+  s.record_parity = wraps ? parity ^ 1 : parity;
+  dev::warp_meets();
+}
+
+MK_DEVICE void trace(uint32_t point) {
+  Worker w;
+  w.load();
+  w.trace(point);
+}
+
+template <class Tasks>
+MK_DEVICE void run_consumer(bool one_step) {
+  if constexpr (makes_headers(Tasks{})) {
+    if (dev::worker_index() == 0) begin_launch(Tasks{});
+  }
+  for (begin_step(); await_header(); begin_step()) {
+    for (;;) {
+      const uint32_t opcode = next_record();
+      if (opcode == abi::kEnd) break;
+      if (dev::first_warp()) trace(0);
+      dispatch<0>(opcode, []<class T>() { dev::Core<T>::consume(); }, Tasks{});
+      if (dev::first_warp()) trace(3);
+      done_record();
+    }
+    done_record();
+    end_step();
+    if (one_step) return;
+  }
+}
+
+template <class Tasks>
+MK_DEVICE void run_storer(bool one_step) {
+  for (begin_step(); await_header(); begin_step()) {
+    for (;;) {
+      const uint32_t opcode = next_record();
+      if (opcode == abi::kEnd) break;
+      trace(5);
+      dispatch<0>(opcode, []<class T>() {
+        if constexpr (dev::Core<T>::kStores) dev::Core<T>::store();
+      }, Tasks{});
+      trace(6);
+      done_record();
+    }
+    done_record();
+    end_step();
+    if (one_step) return;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ producer
 // The word of this lane: a record is 32 of them.
 static_assert(sizeof(abi::Record) == 128, "one word a lane");
 MK_DEVICE const uint32_t* words_of(const Worker& w, uint32_t record) {
@@ -88,21 +159,91 @@ MK_DEVICE const uint32_t* words_of(const Worker& w, uint32_t record) {
 }
 MK_DEVICE void put_word(const Worker& w, abi::Record& to, uint32_t word) {
   reinterpret_cast<uint32_t*>(&to)[w.warp_lane()] = word;
-  __syncwarp();
+  dev::warp_meets();
+}
+
+// The opcode of the next record, from the queue itself.
+MK_OUT_OF_LINE uint32_t fetch_record() {
+  Worker w;
+  w.load();
+  auto& record = block().producer_record;
+  put_word(w, record, *words_of(w, w.record_index + 1));
+  w.state().record = &record;
+  w.state().record_index = w.record_index + 1;
+  w.save();
+  return record.opcode;
+}
+
+// Whether the step that the producer is at runs; waits for its header when that is not known.
+MK_OUT_OF_LINE bool step_runs() {
+  if (block().header_known == 0) block().header_known = await_header<true>() ? 1 : 2;
+  return block().header_known == 1;
+}
+
+// Reads records by itself and asks for the header only where a task needs it: at the end of a step the weights of the
+// next are already on their way.
+template <class Tasks>
+MK_DEVICE void run_producer(bool one_step) {
+  for (begin_step();; begin_step()) {
+    for (;;) {
+      const uint32_t opcode = fetch_record();
+      if (opcode == abi::kEnd) break;
+      trace(7);
+      dispatch<0>(opcode, []<class T>() {
+        if constexpr (dev::Core<T>::kProduces) {
+          if (!dev::Core<T>::kNeedsHeader || step_runs()) dev::Core<T>::produce();
+        }
+      }, Tasks{});
+      trace(8);
+      if (block().header_known == 2) break;
+    }
+    if (!step_runs()) break;
+    end_step();
+    if (one_step) break;
+  }
+  dev::drain_copies();
+}
+
+// ------------------------------------------------------------------------------------------------ control
+// Waits for `ready`; looks at the clock, at the other warps and at the other workers meanwhile. When one has failed, or this
+// has taken too long, it says so and stops the block.
+template <class Ready>
+MK_DEVICE void watch(Worker& w, Ready ready, abi::FaultKind kind) {
+  auto& b = block();
+  uint64_t began = 0;
+  for (uint32_t turns = 1; !ready(); ++turns) {
+    if (turns % 64 != 0) continue;
+    const uint64_t now = dev::clock_ns();
+    if (began == 0) began = now;
+    const bool stopped = dev::load_volatile(&b.stop) != 0, late = now - began >= w.args.spin_budget_ns;
+    if (!stopped && !late && !w.aborted()) continue;
+    if (w.warp_lane() == 0) {
+      if (stopped) {
+        while (dev::load_volatile(&b.words.kind) == uint32_t(abi::FaultKind::kNone)) {}
+        const dev::LastWords& words = b.words;
+        dev::report_fault(words.warp, words.kind, abi::kNone, words.counter, words.value, words.target);
+      } else if (late) {
+        dev::report_fault(kind == abi::FaultKind::kRingBudget ? 0 : w.warp(), kind, abi::kNone, abi::kNone, 0, 0);
+      }
+      dev::store_volatile(&b.stop, 1);
+    }
+    dev::end_thread();
+  }
 }
 
 MK_DEVICE void copy_header(const Worker& w, uint64_t step) {
   const auto* from = reinterpret_cast<const uint32_t*>(queue::header(w, step));
   auto* to = reinterpret_cast<uint32_t*>(&block().header[step & 1]);
   for (uint32_t i = w.warp_lane(); i < sizeof(abi::StepHeader) / 4; i += 32) to[i] = dev::load_word(from + i);
-  __syncwarp();
+  dev::warp_meets();
 }
 
 // The header of the next step, once it is published, into shared memory. False: the launch ends here.
 MK_DEVICE bool fetch_header(Worker& w) {
   auto& b = block();
-  w.wait(&queue::launch(w)->published, w.step, abi::FaultKind::kHeaderBudget, abi::kNone);
-  __syncwarp();
+  const uint64_t* published = &queue::launch(w)->published;
+  watch(w, [&] { return dev::load_acquire(published) >= w.step; }, abi::FaultKind::kHeaderBudget);
+  dev::warp_meets();
   copy_header(w, w.step);
   if (w.warp_lane() == 0) {
     const uint64_t even = b.even_workspace, odd = even + w.args.workspace_stride;
@@ -113,25 +254,30 @@ MK_DEVICE bool fetch_header(Worker& w) {
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
-MK_DEVICE void run_control(Worker& w, bool one_step) {
+MK_DEVICE void run_control(bool one_step) {
   auto& b = block();
+  Worker w;
+  w.seed();
   const uint64_t last_step = queue::launch(w)->step;
+  w.begin_step(last_step);
   copy_header(w, last_step);  // of the last launch, whose values are to be cleared
-  if (w.warp_lane() == 0) {
-    b.first_step = last_step;
-    queue::arrive(w);
-    if (w.id == 0) queue::roll_call(w);
-    dev::barrier_arrive(&b.rolled);
+  if (w.warp_lane() == 0) queue::arrive(w);
+  if (w.id == 0) {
+    const uint32_t* arrived = &queue::launch(w)->arrived;
+    watch(w, [&] { return dev::load_acquire(arrived) >= w.args.workers; }, abi::FaultKind::kRollCall);
   }
-  __syncwarp();
+  if (w.warp_lane() < dev::kWarps) b.state[w.warp_lane()].step = last_step;
+  dev::warp_meets();
+  if (w.warp_lane() == 0) dev::barrier_arrive(&b.rolled);
   uint32_t slot = 0, parity = 1, done_parity = 0;
   for (w.begin_step(last_step + 1); fetch_header(w); w.begin_step(w.step + 1)) {
     bool last = false;
     uint32_t word = *words_of(w, 0);
-    for (w.record_index = 0; !last; ++w.record_index) {
+    for (uint32_t index = 0; !last; ++index) {
       last = (dev::of_first_lane(word) & 0xffff) == abi::kEnd;
-      const uint32_t after = last ? 0 : *words_of(w, w.record_index + 1);
-      w.wait_barrier(&b.record_empty[slot], parity);
+      const uint32_t after = last ? 0 : *words_of(w, index + 1);
+      watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.record_empty[slot]), parity); },
+            abi::FaultKind::kRingBudget);
       put_word(w, b.record[slot], word);
       if (w.warp_lane() == 0) dev::barrier_arrive(&b.record_full[slot]);
       if (++slot == dev::kRecords) {
@@ -140,90 +286,13 @@ MK_DEVICE void run_control(Worker& w, bool one_step) {
       }
       word = after;
     }
-    w.wait_barrier(&b.step_done, done_parity);
+    watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.step_done), done_parity); }, abi::FaultKind::kRingBudget);
     done_parity ^= 1;
     if (w.warp_lane() == 0) queue::end_step(w);
-    __syncwarp();
+    dev::warp_meets();
     if (one_step) break;
   }
   if (w.warp_lane() == 0) queue::leave(w);
-}
-
-// Reads records by itself and asks for the header only where a task needs it: at the end of a step the weights of the
-// next are already on their way.
-template <class Tasks>
-MK_DEVICE void run_producer(dev::Producer& p, bool one_step) {
-  uint32_t parity = 0;
-  bool running = true;
-  auto& record = block().producer_record;
-  for (p.w.begin_step(block().first_step + 1); running; p.w.begin_step(p.w.step + 1)) {
-    bool known = false;
-    auto need_header = [&] {
-      if (!known) running = await_header(p.w, parity);
-      known = true;
-      return running;
-    };
-    uint32_t word = *words_of(p.w, 0);
-    for (p.w.record_index = 0; running; ++p.w.record_index) {
-      put_word(p.w, record, word);
-      if (record.opcode == abi::kEnd) break;
-      word = *words_of(p.w, p.w.record_index + 1);
-      p.w.mark(&record);
-      p.w.trace(7);
-      dispatch<0>(p.w, [&]<class T>() {
-        if constexpr (dev::Core<T>::kProduces) {
-          if (!dev::Core<T>::kNeedsHeader || need_header()) p.set(dev::Core<T>::produce(p.state()));
-        }
-      }, Tasks{});
-      p.w.trace(8);
-      p.w.mark(nullptr);
-      __syncwarp();
-    }
-    if (!need_header()) break;
-    end_step(p.w);
-    if (one_step) break;
-  }
-  dev::drain_copies();
-}
-
-template <class Tasks>
-MK_DEVICE void run_consumer(dev::Consumer& c, bool one_step) {
-  Reader reader;
-  uint32_t parity = 0;
-  if constexpr (makes_headers(Tasks{})) {
-    if (c.w.id == 0) begin_launch(c.w, Tasks{});
-  }
-  for (c.w.begin_step(block().first_step + 1); await_header(c.w, parity); c.w.begin_step(c.w.step + 1)) {
-    for (c.w.record_index = 0; reader.next(c.w); ++c.w.record_index) {
-      if (c.w.warp() == 0) c.w.trace(0);
-      dispatch<0>(c.w, [&]<class T>() { c.set(dev::Core<T>::consume(c.state())); }, Tasks{});
-      if (c.w.warp() == 0) c.w.trace(3);
-      if (c.w.warp() == 7) c.w.trace(4);
-      reader.done(c.w);
-    }
-    reader.done(c.w);
-    end_step(c.w);
-    if (one_step) return;
-  }
-}
-
-template <class Tasks>
-MK_DEVICE void run_storer(dev::Storer& s, bool one_step) {
-  Reader reader;
-  uint32_t parity = 0;
-  for (s.w.begin_step(block().first_step + 1); await_header(s.w, parity); s.w.begin_step(s.w.step + 1)) {
-    for (s.w.record_index = 0; reader.next(s.w); ++s.w.record_index) {
-      s.w.trace(5);
-      dispatch<0>(s.w, [&]<class T>() {
-        if constexpr (dev::Core<T>::kStores) s.set(dev::Core<T>::store(s.state()));
-      }, Tasks{});
-      s.w.trace(6);
-      reader.done(s.w);
-    }
-    reader.done(s.w);
-    end_step(s.w);
-    if (one_step) return;
-  }
 }
 
 }  // namespace roles
@@ -233,21 +302,19 @@ template <class Tasks>
 MK_DEVICE void run_block() {
   const abi::Role role = dev::role_of_warp();
   constexpr bool kOneStep = !roles::makes_headers(Tasks{});
-  if (role == abi::Role::kControl) {
+  if (role == abi::Role::kControl) return roles::run_control(kOneStep);
+  {
     dev::Worker w;
-    return roles::run_control(w, kOneStep);
+    w.seed();
+    w.save();
+    w.wait_barrier(&dev::block().rolled, 0);
   }
-  dev::Worker w;
-  w.wait_barrier(&dev::block().rolled, 0, abi::FaultKind::kRollCall);
   if (role == abi::Role::kProducer) {
-    dev::Producer p;
-    roles::run_producer<Tasks>(p, kOneStep);
+    roles::run_producer<Tasks>(kOneStep);
   } else if (role == abi::Role::kStorer) {
-    dev::Storer s;
-    roles::run_storer<Tasks>(s, kOneStep);
+    roles::run_storer<Tasks>(kOneStep);
   } else {
-    dev::Consumer c;
-    roles::run_consumer<Tasks>(c, kOneStep);
+    roles::run_consumer<Tasks>(kOneStep);
   }
 }
 

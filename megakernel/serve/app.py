@@ -18,10 +18,12 @@ from starlette.types import ASGIApp
 
 import megakernel
 from megakernel.errors import ApiError, CapacityError, InvalidRequest
+from megakernel.request import Processor
 from megakernel.sampling import SamplingParams
 from megakernel.serve.answer import Answer, Told, as_api_error, error_body
 from megakernel.serve.describe import describe, requests_of
 from megakernel.serve.generation import Bell, Generation
+from megakernel.serve.grammar import Grammars
 from megakernel.serve.guard import Guard
 from megakernel.serve.host import Host, Model
 from megakernel.serve.metrics import Metrics
@@ -33,7 +35,6 @@ from megakernel.serve.prompts import (
     completion_prompts,
     encode,
     need_tokenizer,
-    refuse_unsupported,
     room,
     sampling,
 )
@@ -113,6 +114,7 @@ class Endpoints:
         self._options = host.options
         self._started = int(time.time())
         self._page = page()
+        self._grammars: Grammars | None = None
         self.metrics = Metrics(host)
 
     # ------------------------------------------------------------------------------------------ state
@@ -157,7 +159,6 @@ class Endpoints:
         """An answer to a conversation."""
         body = parse(ChatRequest, await self._body(request))
         model, name = self._host.loaded, self._host.check_name(body.model)
-        refuse_unsupported(body)
         tokenizer = need_tokenizer(model.tokenizer, "messages")
         tools = None if body.tool_choice == "none" else body.tools
         text = chat_text(tokenizer, body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
@@ -166,13 +167,12 @@ class Endpoints:
         count = room(ids, asked, None, model.program.manifest.max_context, "messages")
         params = [sampling(body, model.generation, count, i) for i in range(self._choices(body.n))]
         form = ChatForm(name, self._fingerprint(model), tokenizer, params[0].logprobs, self._with_usage(body))
-        return self._answer(model, body, form, [(ids, p) for p in params], len(ids))
+        return await self._answer(model, body, form, [(ids, p) for p in params], len(ids))
 
     async def completions(self, request: Request) -> Response:
         """Continuations of one or several prompts."""
         body = parse(CompletionRequest, await self._body(request))
         model, name = self._host.loaded, self._host.check_name(body.model)
-        refuse_unsupported(body)
         if body.stop and model.tokenizer is None:
             need_tokenizer(None, "stop")
         prompts = await completion_prompts(model.tokenizer, body)
@@ -190,9 +190,9 @@ class Endpoints:
             for i in range(len(pairs)):
                 text = texts[i // n] if len(texts) == len(prompts) else None
                 form.prefixes[i] = text if isinstance(text, str) else tokenizer.decode(prompts[i // n])
-        return self._answer(model, body, form, pairs, sum(len(ids) for ids in prompts))
+        return await self._answer(model, body, form, pairs, sum(len(ids) for ids in prompts))
 
-    def _answer(
+    async def _answer(
         self,
         model: Model,
         body: ChatRequest | CompletionRequest,
@@ -200,15 +200,26 @@ class Endpoints:
         pairs: Sequence[tuple[Sequence[int], SamplingParams]],
         prompt_tokens: int,
     ) -> Response:
+        self._host.admit(len(pairs))  # before a grammar is compiled for nothing
+        processors = await self._processors(model, body, len(pairs))
         self._host.admit(len(pairs))
         generation = Generation(self.bell, self._host.ended)
-        generation.submit(model.engine, model.tokenizer, pairs)
+        generation.submit(model.engine, model.tokenizer, pairs, processors)
         self._host.began(generation)
         told = Told(
             form, prompt_tokens, body.stream, self._with_usage(body), self._options.request_timeout_s, self._count,
             self.metrics.disconnects.inc,
         )  # fmt: skip
         return Answer(generation, told)
+
+    async def _processors(
+        self, model: Model, body: ChatRequest | CompletionRequest, count: int
+    ) -> Sequence[Processor | None]:
+        if body.response_format is None or body.response_format.type == "text":
+            return [None] * count
+        if self._grammars is None or self._grammars.model is not model:
+            self._grammars = Grammars(model)
+        return await asyncio.to_thread(self._grammars.processors, body.response_format, count)
 
     def _count(self, generation: Generation) -> None:
         for choice in generation.choices:

@@ -13,7 +13,7 @@ from functools import partial
 from megakernel.checkpoint import Tokenizer
 from megakernel.engine import Engine
 from megakernel.errors import ApiError
-from megakernel.request import Request, Token
+from megakernel.request import Processor, Request, Token
 from megakernel.sampling import SamplingParams
 from megakernel.text import StoppingText
 
@@ -75,13 +75,17 @@ class Generation:
         self.first_token = 0.0
 
     def submit(
-        self, engine: Engine, tokenizer: Tokenizer | None, prompts: Sequence[tuple[Sequence[int], SamplingParams]]
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+        processors: Sequence[Processor | None],
     ) -> None:
-        """One choice for each prompt. Raises what `Engine.submit` raises, then none is left running."""
+        """One choice for each prompt, with its processor. Raises what `Engine.submit` raises and leaves none."""
         try:
-            for i, (ids, params) in enumerate(prompts):
+            for i, ((ids, params), processor) in enumerate(zip(prompts, processors)):
                 listen = partial(self._bell.ring, partial(self._wake, i))
-                request = engine.submit(ids, params, listen)
+                request = engine.submit(ids, params, listen, processor)
                 self.choices.append(_Choice(request, StoppingText(tokenizer, params.stop_texts)))
         except BaseException:
             self.cancel()

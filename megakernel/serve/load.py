@@ -2,7 +2,9 @@
 
     python -m megakernel.serve.load --url http://127.0.0.1:8000 --streams 1,4,16 --prompt-tokens 512 --output-tokens 128
 
-TTFT: from sending to the first token. ITL: between tokens. TPOT: (end - first token) / (tokens - 1) of a request.
+TTFT: from sending to the first token.
+ITL: between events with text (a character split over tokens is one).
+TPOT: (end - first token) / (tokens - 1) of a request.
 Prompts are random token ids and ignore_eos is set, so that every request has the lengths asked for. It uses only the
 standard library: one process, one connection a request.
 """

@@ -140,15 +140,5 @@ def sampling(
         stop=body.stop or None,
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
+        logit_bias={int(number): bias for number, bias in body.logit_bias.items()},
     )
-
-
-def refuse_unsupported(body: ChatRequest | CompletionRequest) -> None:
-    """Fields that the kernel cannot obey yet. Raises ApiError 400 naming one."""
-    if body.logit_bias:
-        raise ApiError(400, "logit_bias: not supported yet", param="logit_bias", code="unsupported_field")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise ApiError(
-            400, f"response_format: {body.response_format.type} is not supported yet; only text is",
-            param="response_format", code="unsupported_field",
-        )  # fmt: skip

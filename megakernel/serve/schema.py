@@ -112,8 +112,12 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    """`grammar` is llguidance's dialect of Lark."""
+
+    type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
     json_schema: NamedSchema | None = None
+    grammar: Text | None = None
+    regex: Text | None = None
 
 
 class Sampled(Body):
@@ -137,7 +141,7 @@ class Sampled(Body):
     include_stop_str_in_output: Literal[False] = False
     ignore_eos: bool = False
     skip_special_tokens: Literal[True] = True
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100.0, le=100.0)]] = {}
     response_format: ResponseFormat | None = None
     user: Annotated[str, Field(max_length=4096, description=IGNORED)] | None = None
 

@@ -135,6 +135,9 @@ struct Advance {
         if (w.lane() == 0) slots(w)[command.slot] = command.state;
       } else if (command.kind == uint32_t(abi::CommandKind::kCancel) && w.lane() == 0) {
         cancel(w, command);
+      } else if (command.kind == uint32_t(abi::CommandKind::kOpen) && w.lane() == 0) {
+        abi::SlotState& slot = slots(w)[command.slot];
+        if (active(slot) && slot.request == command.request) slot.gate = command.state.gate;
       }
       w.sync();
     }
@@ -203,7 +206,7 @@ struct Advance {
     for (uint32_t i = 0; i < count && h.rows < decode_room; ++i) {
       const uint32_t index = (start + i) % count;
       const abi::SlotState& slot = slots(w)[index];
-      if (!active(slot) || slot.position < slot.prompt_length) continue;
+      if (!active(slot) || slot.position < slot.prompt_length || gated(slot, slot.position + 1)) continue;
       add_row(h, index, slot.last_token, slot.position, slot.position, true);
     }
     for (uint32_t index = 0; index < count && h.rows < room; ++index) {
@@ -211,9 +214,16 @@ struct Advance {
       if (!active(slot)) continue;
       const int32_t* prompt = tokens(w, index);
       for (uint32_t p = slot.position; p < slot.prompt_length && h.rows < room; ++p) {
-        add_row(h, index, prompt[p], p, slot.position, p + 1 == slot.prompt_length);
+        const bool last = p + 1 == slot.prompt_length;
+        if (last && gated(slot, p + 1)) break;
+        add_row(h, index, prompt[p], p, slot.position, last);
       }
     }
+  }
+
+  // Whether the token of `position` has to wait for an OPEN.
+  MK_DEVICE static bool gated(const abi::SlotState& slot, uint32_t position) {
+    return slot.gate != 0 && position > slot.gate;
   }
 
   MK_DEVICE static bool active(const abi::SlotState& slot) { return slot.status == uint32_t(abi::SlotStatus::kActive); }

@@ -3,9 +3,10 @@
 For each row of the step its slot's position moves past it. A sampled token is stored as the slot's next token, counted
 in `seen` when the slot has a penalty, and written to the token ring; it finishes its slot when it is a stop token
 (Finish.STOP, the token is reported) or when it is the last that the slot's limit allows (Finish.LENGTH). Then the
-mailbox: ADMIT puts a sequence into a slot, CANCEL frees one and reports EventKind.RETIRED. The next step computes one
+mailbox: ADMIT puts a sequence into a slot, CANCEL frees one and reports EventKind.RETIRED, OPEN lets a gated slot (one
+whose bias the host makes anew for every token) sample up to another position. The next step computes one
 row for each slot that is past its prompt, then as many prompt tokens as rows are left, in slot order; the last token
-of a prompt is a sampled row. With no active slot the launch ends (ExitReason.IDLE), at the step limit too (STEPS).
+of a prompt is a sampled row. With no row to compute the launch ends (ExitReason.IDLE), at the step limit too (STEPS).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Advance(Task):
         "AdvanceFields",
         (
             Field("result", "u32", doc="offset in the workspace: SampleResult[kMaxRows]"),
-            Field("logits", "u32", doc="offset in the workspace, or kNone; for a device that finds the largest by itself"),
+            Field(
+                "logits", "u32", doc="offset in the workspace, or kNone; for a device that finds the largest by itself"
+            ),
         ),
     )
 

@@ -113,7 +113,9 @@ def node(
     """
     first, second = parts or (cols, 0)
     if first < 1 or second < 0 or first + second > cols or (norming is Norming.NONE) != (gamma is None):
-        raise LoweringError(f"norm {name}: parts {first} and {second} of {cols} columns, gamma {gamma!r}, {norming.name}")
+        raise LoweringError(
+            f"norm {name}: parts {first} and {second} of {cols} columns, gamma {gamma!r}, {norming.name}"
+        )
     width = min(cols, tile_cols)
     optional = (("gamma", gamma), ("beta", beta))
     return TaskNode(

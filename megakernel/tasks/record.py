@@ -201,6 +201,7 @@ class CommandKind(enum.IntEnum):
     NONE = 0
     ADMIT = 1  # put `state` into a free slot; its tokens are already in the token buffer
     CANCEL = 2  # retire the slot if it still holds `request`
+    OPEN = 3  # move the slot's gate to that of `state` if it still holds `request`; its row of `bias` is new
 
 
 class SlotStatus(enum.IntEnum):
@@ -308,6 +309,7 @@ SAMPLING = Struct(
         Field("logprobs", "u32", doc="1 when the token's own log-probability is wanted"),
         Field("seed_low", "u32"),
         Field("seed_high", "u32"),
+        Field("biased", "u32", doc="1: the slot's row of `bias` is added to its logits"),
     ),
     doc="How one slot samples.",
 )
@@ -324,6 +326,7 @@ SLOT = Struct(
         Field("stop_count", "u32"),
         Field("stop", "i32", MAX_STOPS),
         Field("sampling", SAMPLING),
+        Field("gate", "u32", doc="0: none; else the last position that may be sampled before the next OPEN"),
     ),
     pad_to=128,
     doc="One sequence as the kernel sees it.",
@@ -448,12 +451,15 @@ ARGS = Struct(
         Field("page_table", "u64", doc="address of uint32_t[max_slots][pages_per_slot]"),
         Field("tokens", "u64", doc="address of int32_t[max_slots][max_context], host-visible"),
         Field("seen", "u64", doc="address of uint16_t[max_slots][vocab]: bit 15 in the prompt, low bits count output"),
+        Field("bias", "u64", doc="address of float[max_slots][vocab], host-visible; read for biased slots only"),
         Field("mailbox", "u64", doc="address of Mailbox, host-visible"),
         Field("ring", "u64", doc="address of TokenRing, host-visible"),
         Field("fault", "u64", doc="address of FaultRecord, host-visible"),
         Field("trace", "u64", doc="address of the timeline buffers, 0 when off"),
         Field("kv_layer_stride", "u64", doc="bytes between layers of the KV pool"),
-        Field("workspace_stride", "u64", doc="bytes from the workspace of even steps to that of odd ones; 0: one for all"),
+        Field(
+            "workspace_stride", "u64", doc="bytes from the workspace of even steps to that of odd ones; 0: one for all"
+        ),
         Field("step_limit", "u64", doc="leave when this many steps were begun since load"),
         Field("spin_budget_ns", "u64"),
         Field("workers", "u32"),

@@ -70,7 +70,7 @@ struct Sample {
       return;
     }
     const float raw_top = top;
-    if (penalised(options) || options.temperature > 0.0f) token = scale(w, r, row.slot, top);
+    if (penalised(options) || options.biased || options.temperature > 0.0f) token = scale(w, r, row.slot, top);
     if (options.temperature > 0.0f) token = draw(w, r, row.position + 1, top);
     report(w, r, raw_top, token, workspace<abi::SampleResult>(w, f.result)[s]);
   }
@@ -96,11 +96,13 @@ struct Sample {
   MK_DEVICE static int32_t scale(Worker& w, const Row& r, uint32_t slot, float& top) {
     const abi::Sampling& o = r.options;
     const uint16_t* seen = at<const uint16_t>(w.args.seen) + uint64_t(slot) * w.args.vocab;
-    const bool marked = penalised(o);
+    const float* bias = at<const float>(w.args.bias) + uint64_t(slot) * w.args.vocab;
+    const bool marked = penalised(o), biased = o.biased;
     const float divisor = o.temperature > 0.0f ? dev::max(o.temperature, 1e-5f) : 1.0f;
     Best best;
     w.for_each(r.vocab, [&](uint32_t i, auto part) {
       dev::Vf y = dev::load(r.logits + i, part);
+      if (biased) y += dev::load(bias + i, part);
       if (marked) {
         const dev::Vi marks = dev::load_u16(seen + i, part), zero = dev::splat(int32_t(0));
         const dev::Vi count = marks & 0x7fff;

@@ -1,6 +1,7 @@
 """Sample: one token for each sampled row, in the kernel.
 
-    y[i] = penalised logit: repetition (tokens of prompt and output: y / a if y > 0 else y * a), then
+    y[i] = logit + the slot's bias when it has one (-inf for a token that may not come), then penalised:
+           repetition (tokens of prompt and output: y / a if y > 0 else y * a), then
            y -= presence * (output count > 0) + frequency * output count
     temperature 0: the largest y; the lowest id among equals
     else z = y / temperature; kept ids: z >= k-th largest z (top_k); of those the fewest with the largest z whose
@@ -44,7 +45,9 @@ class Sample(Task):
         "SampleFields",
         (
             Field("logits", "u32", doc="offset in the workspace: f32 [sampled][vocab]"),
-            Field("scaled", "u32", doc="offset in the workspace: f32 [sampled][vocab], scratch: z, then exp(z - max z)"),
+            Field(
+                "scaled", "u32", doc="offset in the workspace: f32 [sampled][vocab], scratch: z, then exp(z - max z)"
+            ),
             Field("result", "u32", doc="offset in the workspace: SampleResult[kMaxRows]"),
             Field("vocab", "u32"),
         ),

@@ -1,12 +1,25 @@
-"""A CPU device whose kernels are compiled in little time, for tests of many small models: numbers, not speed."""
+"""Many small models on the CPU device at little cost: one kernel holds the task variants of all of them.
+
+It is compiled with few optimisations: these tests are of numbers, not of speed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from megakernel.builder.build import Plan, assemble, plan_graph
+from megakernel.builder.cache import compiled
+from megakernel.builder.kernel import kernel_source, variant_text, variants_of
 from megakernel.device.cpu import CpuDevice, compile_source, find_compiler
 from megakernel.device.device import KernelSource
+from megakernel.graph import Graph
+from megakernel.probe import forced_logits
+from megakernel.runtime import Runtime
+from megakernel.settings import read_settings
 from megakernel.target import Target
+from megakernel.tasks.task import TaskNode
+from tests.models.families import Array
 
 FLAGS = ("-O1",)
 
@@ -19,3 +32,31 @@ class QuickDevice(CpuDevice):
 
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
         compile_source(source, include, output, find_compiler(), FLAGS)
+
+
+class Kernel:
+    """One kernel for all of these graphs, float32, one slot."""
+
+    def __init__(self, graphs: Iterable[Graph], max_context: int) -> None:
+        self.device = QuickDevice()
+        self.max_context = max_context
+        nodes: dict[str, TaskNode] = {}
+        for graph in graphs:
+            for node in self.plan(graph).lowered.nodes:
+                nodes.setdefault(variant_text(node), node)
+        kept = tuple(nodes.values())
+        self.variants = variants_of(kept)
+        self.source = kernel_source(kept, self.device.target)
+        self.binary = compiled(self.source, self.device, read_settings().cache)
+
+    def plan(self, graph: Graph) -> Plan:
+        return plan_graph(graph, self.device.target, dtype="f32", max_slots=1, max_context=self.max_context)
+
+    def logits(self, graph: Graph, read: Callable[[str, slice], Array], ids: Sequence[int], start: int) -> Array:
+        """The first `start` + 1 tokens are a prompt, in chunks of 16 rows; the others come one by one."""
+        program = assemble(self.plan(graph), self.source, self.binary, variants=self.variants)
+        runtime = Runtime(program, self.device, lambda name, _dtype, rows: read(name, rows))
+        try:
+            return forced_logits(runtime, ids, start)
+        finally:
+            runtime.close()

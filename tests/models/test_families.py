@@ -11,7 +11,8 @@ import pytest
 from megakernel import LLM, SamplingParams
 from megakernel.architectures import find_model, parameter_shapes
 from tests.models.conftest import Subject
-from tests.models.families import CASES, DECODED, LIMIT, PROMPT, relative_error
+from tests.models.families import CASES, DECODED, LIMIT, PROMPT, find, reference, relative_error
+from tests.models.quick import Kernel
 
 NAMES = [case.name for case in CASES]
 Find = Callable[[str], Subject]
@@ -28,16 +29,37 @@ def test_the_interpreter_equals_transformers(subject: Find, name: str) -> None:
     assert find_model(s.config).build(s.config) == graph, "config.json builds another graph than the full configuration"
 
 
+@pytest.fixture(scope="module")
+def kernel(subject: Find) -> Kernel:
+    return Kernel([find_model(s.full).build(s.full) for s in map(subject, NAMES)], 256)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_the_kernel_equals_transformers(subject: Find, opened: Open, name: str) -> None:
-    """A prompt in chunks of 16 rows, then 64 tokens one by one; and the tokens that greedy sampling chooses."""
+def test_the_kernel_equals_transformers(subject: Find, kernel: Kernel, name: str) -> None:
+    """A prompt in chunks of 16 rows, then 64 tokens one by one."""
     s = subject(name)
-    llm = opened(s.path)
-    got = llm.logits(s.ids, PROMPT - 1)
+    graph = find_model(s.config).build(s.config)
+    got = kernel.logits(graph, lambda tensor, rows: np.array(s.weights[tensor][rows]), s.ids, PROMPT - 1)
     error = relative_error(got, s.expected[PROMPT - 1 :])
     print(f"{name}: prompt of {PROMPT}, {DECODED} decoded, relative error {error:.1e}")
     assert got.shape == (DECODED + 1, s.expected.shape[1]) and error <= LIMIT
-    prompts = [s.ids[: n + 1] for n in (0, 15, PROMPT - 1, 99)]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=1))
-    best = [int(np.argmax(s.expected[n])) for n in (0, 15, PROMPT - 1, 99)]
-    assert [o.token_ids[0] for o in outputs] == best
+
+
+@pytest.mark.parametrize("name", ["gemma3", "phi4_mini", "gpt2"])
+def test_a_checkpoint_generates_the_likeliest_tokens(subject: Find, opened: Open, name: str) -> None:
+    """From the files through the engine, several prompts in one batch."""
+    s = subject(name)
+    ends = (0, 15, PROMPT - 1, 99)
+    outputs = opened(s.path).generate([s.ids[: n + 1] for n in ends], SamplingParams(max_tokens=1))
+    assert [o.token_ids[0] for o in outputs] == [int(np.argmax(s.expected[n])) for n in ends]
+
+
+def test_longrope_takes_the_table_of_its_context(subject: Find) -> None:
+    """Up to the original context of 64 tokens a program has the short table, as transformers has for short texts."""
+    s = subject("phi4_mini")
+    graph = find_model(s.full).build(s.full)
+    short = Kernel([graph], 64)
+    model = find("phi4_mini").model()
+    got = short.logits(graph, lambda tensor, rows: np.array(s.weights[tensor][rows]), s.ids[:60], 50)
+    assert relative_error(got, reference(model, s.ids[:60])[50:]) <= LIMIT
+    assert relative_error(got, s.expected[50:60]) > 100 * LIMIT, "both tables give the same"

@@ -18,15 +18,10 @@ import pytest
 
 from megakernel import LLM, SamplingParams
 from megakernel.architectures import find_model
-from megakernel.builder.build import assemble, plan_graph, plan_source
-from megakernel.builder.cache import compiled
 from megakernel.graph import Graph, Node
-from megakernel.probe import forced_logits
-from megakernel.runtime import Runtime
-from megakernel.settings import read_settings
 from tests.models.conftest import Subject
 from tests.models.families import LIMIT, LLAMA3, LONGROPE, TWO_BASES, relative_error
-from tests.models.quick import QuickDevice
+from tests.models.quick import Kernel
 
 TOKENS, START = 60, 35
 Change = Mapping[str, Any] | Callable[[Graph], Graph]
@@ -135,17 +130,15 @@ def graph_of(subject: Subject, change: Change) -> Graph:
     return find_model(config).build(config)
 
 
-def kernel_error(graph: Graph, subject: Subject) -> float:
+@pytest.fixture(scope="module")
+def kernel(subject: Callable[[str], Subject]) -> Kernel:
+    changed = [graph_of(subject(m.case), m.change) for m in MUTATIONS]
+    return Kernel([*changed, *(graph_of(subject(m.case), {}) for m in MUTATIONS)], 256)
+
+
+def kernel_error(kernel: Kernel, graph: Graph, subject: Subject) -> float:
     """Relative error of the kernel's logits after the tokens from START on."""
-    device = QuickDevice()
-    plan = plan_graph(graph, device.target, dtype="f32", max_slots=1, max_context=256)
-    source = plan_source(plan)
-    program = assemble(plan, source, compiled(source, device, read_settings().cache))
-    runtime = Runtime(program, device, lambda name, _dtype, rows: np.array(subject.weights[name][rows]))
-    try:
-        got = forced_logits(runtime, subject.ids[:TOKENS], START)
-    finally:
-        runtime.close()
+    got = kernel.logits(graph, lambda name, rows: np.array(subject.weights[name][rows]), subject.ids[:TOKENS], START)
     return relative_error(got, subject.expected[START:TOKENS])
 
 
@@ -155,18 +148,18 @@ def interpreter_error(graph: Graph, subject: Subject) -> float:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
-def test_a_mutation_is_detected(subject: Callable[[str], Subject], mutation: Mutation) -> None:
+def test_a_mutation_is_detected(subject: Callable[[str], Subject], kernel: Kernel, mutation: Mutation) -> None:
     s = subject(mutation.case)
     graph = graph_of(s, mutation.change)
-    errors = interpreter_error(graph, s), kernel_error(graph, s)
+    errors = interpreter_error(graph, s), kernel_error(kernel, graph, s)
     TABLE[mutation.name] = (mutation.case, *errors)
     assert min(errors) > 5 * LIMIT, f"{mutation.name}: error {errors} hides in the limit {LIMIT}"
 
 
 @pytest.mark.parametrize("case", sorted({m.case for m in MUTATIONS}))
-def test_unchanged_it_is_green(subject: Callable[[str], Subject], case: str) -> None:
+def test_unchanged_it_is_green(subject: Callable[[str], Subject], kernel: Kernel, case: str) -> None:
     s = subject(case)
-    assert kernel_error(find_model(s.full).build(s.full), s) <= LIMIT
+    assert kernel_error(kernel, graph_of(s, {}), s) <= LIMIT
 
 
 def test_a_lost_end_token_is_detected(

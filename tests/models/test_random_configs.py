@@ -1,7 +1,7 @@
 """Random configurations of many families against transformers: one kernel holds the variants of all of them.
 
 What is compiled in (heads, head_dim, norms, activations, biases) comes from a list; everything else is drawn freely.
-`make test` runs 40 configurations; the slow test runs 3000.
+`make test` runs 220 configurations; the slow test runs 3000.
 """
 
 from __future__ import annotations
@@ -18,16 +18,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megakernel.architectures import find_model
-from megakernel.builder.build import Plan, assemble, plan_graph
-from megakernel.builder.cache import compiled
-from megakernel.builder.kernel import kernel_source, variant_text, variants_of
-from megakernel.device.device import KernelSource
-from megakernel.probe import forced_logits
-from megakernel.runtime import Runtime
-from megakernel.settings import read_settings
-from megakernel.tasks.task import TaskNode
+from megakernel.graph import Graph
 from tests.models.families import LIMIT, Case, config_of, reference, relative_error
-from tests.models.quick import QuickDevice
+from tests.models.quick import Kernel
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -93,9 +86,8 @@ def choices(family: Family) -> list[dict[str, Any]]:
     return [dict(zip(names, values)) for values in itertools.product(*family.compiled.values())]
 
 
-def plan_of(config: Any) -> Plan:
-    graph = find_model(config).build(config)
-    return plan_graph(graph, QuickDevice().target, dtype="f32", max_slots=1, max_context=CONTEXT, max_rows=16)
+def graph_of(config: dict[str, Any]) -> Graph:
+    return find_model(config).build(config)
 
 
 def config_without_model(case: Case) -> dict[str, Any]:
@@ -104,19 +96,15 @@ def config_without_model(case: Case) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def kernel() -> tuple[KernelSource, Any, tuple[str, ...]]:
-    """Source, binary and variants of every family, shape and choice."""
-    nodes: dict[str, TaskNode] = {}
+def kernel() -> Kernel:
+    """Of every family, shape and choice."""
+    graphs = []
     for family, shape in itertools.product(FAMILIES, SHAPES):
         for chosen in choices(family) if fits(family, shape) else ():
             more = {"num_hidden_layers": 4} if family.name == "SmolLM3" else {}
-            case = Case("kernel", family.name, "", {**base(family, shape), **chosen, **more}, tuple(SIZES_NOT_OURS))
-            for node in plan_of(config_without_model(case)).lowered.nodes:
-                nodes.setdefault(variant_text(node), node)
-    kept = tuple(nodes.values())
-    device = QuickDevice()
-    source = kernel_source(kept, device.target)
-    return source, compiled(source, device, read_settings().cache), variants_of(kept)
+            case = Case("kernel", family.name, "", {**base(family, shape), **chosen, **more}, SIZES_NOT_OURS)
+            graphs.append(graph_of(config_without_model(case)))
+    return Kernel(graphs, CONTEXT)
 
 
 SIZES_NOT_OURS = ("head_dim", "num_key_value_heads")  # base() says these where the family has them
@@ -159,7 +147,9 @@ def cases(draw: Draw) -> tuple[Case, int]:
     if family.name == "Granite":
         scales = st.floats(0.25, 4.0)
         names = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-        fields |= {name: draw(scales) for name in names} | {"attention_multiplier": draw(st.floats(0.3, 2.0)) * shape[2] ** -0.5}
+        fields |= {name: draw(scales) for name in names} | {
+            "attention_multiplier": draw(st.floats(0.3, 2.0)) * shape[2] ** -0.5
+        }
     if family.name.startswith("Gemma"):
         fields["query_pre_attn_scalar"] = draw(st.integers(8, 300))
     name = f"{draw(st.integers(0, 99)):02d}" + "x" * draw(st.integers(0, 60))  # its length seeds the weights
@@ -173,22 +163,11 @@ def compare(case: Case, prompt: int) -> tuple[float, float]:
     what transformers' own float32 has, since a sum is one chain here and many short ones there.
     """
     model = case.model()
-    plan = plan_of(config_of(model))
-    source, binary, variants = kernel()
     count = min(CONTEXT - 1, prompt + 5)
     ids = [int(i) for i in np.random.default_rng(prompt).integers(0, model.config.vocab_size, count)]
     state = {name: p.detach().numpy() for name, p in model.state_dict().items()}
     state["embed_out.weight"] = state.get("lm_head.weight")
-
-    def read(name: str, _dtype: str, rows: slice) -> np.ndarray:
-        return np.array(state[name][rows])
-
-    device = QuickDevice()
-    runtime = Runtime(assemble(plan, source, binary, variants=variants), device, read)
-    try:
-        got = forced_logits(runtime, ids, prompt - 1)
-    finally:
-        runtime.close()
+    got = kernel().logits(graph_of(config_of(model)), lambda name, rows: np.array(state[name][rows]), ids, prompt - 1)
     expected = reference(model, ids)[prompt - 1 :]
     error = relative_error(got, expected)
     if error <= LIMIT:
@@ -217,7 +196,7 @@ COMMON = {
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=40, derandomize=True, **COMMON)
+@settings(max_examples=220, derandomize=True, **COMMON)
 @given(cases())
 def test_random_configurations(drawn: tuple[Case, int]) -> None:
     check(drawn)

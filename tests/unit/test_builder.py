@@ -146,7 +146,10 @@ def test_packed_weights_hold_every_element(dtype: str) -> None:
         elif w.kind == "interleaved":
             half = CPU.tile_n // 2
             padded = -(-w.n // 2 // half) * CPU.tile_n
-            rows = unpack(weight_layout(CPU, DType(dtype), padded, w.k), raw.view(read(w.parts[0].tensor, dtype, slice(0, 1)).dtype))
+            rows = unpack(
+                weight_layout(CPU, DType(dtype), padded, w.k),
+                raw.view(read(w.parts[0].tensor, dtype, slice(0, 1)).dtype),
+            )
             tiles = rows.reshape(-1, 2, half, w.k)
             got = np.concatenate([tiles[:, i].reshape(-1, w.k)[: w.n // 2] for i in (0, 1)])
             want = np.concatenate([read(p.tensor, dtype, slice(p.start, p.stop)) for p in w.parts])
@@ -161,7 +164,9 @@ def test_packed_weights_hold_every_element(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
 def test_a_weight_that_is_not_finite_is_named(name: str, bad: float) -> None:
     made = tiny_plan(dtype="bf16")
     source = random_weights(made.graph, 3, "f32")
@@ -317,7 +322,14 @@ def test_a_whole_program_comes_from_the_cache(tmp_path: Path) -> None:
     def build(**options: Any) -> Program:
         stages.clear()
         return build_program(
-            TINY, CPU, device, cache=tmp_path, dtype="f32", max_context=200, progress=stages.append, **options  # type: ignore[arg-type]
+            TINY,
+            CPU,
+            device,
+            cache=tmp_path,
+            dtype="f32",
+            max_context=200,
+            progress=stages.append,
+            **options,  # type: ignore[arg-type]
         )
 
     first = build()

@@ -1,0 +1,248 @@
+// The input of a matrix product: rows that other workers publish become operands of the matrix cores. Each consumer fetches
+// its own columns itself. Part of cuda_matrix.cuh.
+#pragma once
+
+namespace megakernel::dev {
+
+// The chunks of a warp in every unit.
+struct Share {
+  uint32_t first, count;
+  MK_DEVICE Share(uint32_t warp, uint32_t k_unit) {
+    const uint32_t chunks = k_unit / 32;
+    first = warp * chunks / kConsumers;
+    count = (warp + 1) * chunks / kConsumers - first;
+  }
+};
+
+// The A operand of a warp's chunks of a unit: rows 0 to 7, and 8 to 15 where there may be so many.
+template <bool kHigh>
+struct Fragments {
+  Quad low[kMaxChunks], high[kHigh ? kMaxChunks : 1];
+};
+
+// Eight consecutive columns of a row.
+struct Octet {
+  Quad v[2];
+
+  MK_DEVICE bool missing() const { return invalid(v[0]) || invalid(v[1]); }
+  MK_DEVICE void zero() { v[0] = v[1] = Quad{0, 0, 0, 0}; }
+  MK_DEVICE void fetch(const float* p) {
+    v[0] = load_quad(p);
+    v[1] = load_quad(p + 4);
+  }
+  MK_DEVICE void fetch_fixed(const float* p) {
+    v[0] = load_constant_quad(p);
+    v[1] = load_constant_quad(p + 4);
+  }
+  MK_DEVICE void values(float (&x)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[4 * i] = as_float(v[i].x), x[4 * i + 1] = as_float(v[i].y);
+      x[4 * i + 2] = as_float(v[i].z), x[4 * i + 3] = as_float(v[i].w);
+    }
+  }
+};
+
+// Rows whose length is no multiple of 8: an octet may be part padding, and need not be aligned.
+__device__ __noinline__ Octet fetch_odd(const float* x, uint32_t column, uint32_t k) {
+  uint32_t v[8];
+#pragma unroll
+  for (uint32_t j = 0; j < 8; ++j) v[j] = column + j < k ? load_word(x + column + j) : 0;
+  return {{{v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]}}};
+}
+
+MK_DEVICE float sum_of_squares(const float (&x)[8]) {
+  float s = x[0] * x[0];
+#pragma unroll
+  for (int i = 1; i < 8; ++i) s = fmaf(x[i], x[i], s);
+  return s;
+}
+
+MK_DEVICE void multiply_gamma(float (&x)[8], const Octet& gamma) {
+  float g[8];
+  gamma.values(g);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] *= g[i];
+}
+
+// Pairs 0, 2, 1, 3: as `multiply_chunk` wants them.
+template <bool kHalf>
+MK_DEVICE Quad packed(const float (&x)[8]) {
+  return {pack<kHalf>(x[0], x[1]), pack<kHalf>(x[4], x[5]), pack<kHalf>(x[2], x[3]), pack<kHalf>(x[6], x[7])};
+}
+
+// One row: the warp's columns of the whole input are fetched in one go and kept in shared memory, in the type of the
+// weights, times gamma. The factor of the norm comes in the epilogue.
+template <bool kHalf>
+struct OneRow {
+  static constexpr bool kHigh = false;
+  uint8_t* stash;
+  float squares = 0.0f;
+
+  // Of a warp, in a step of so many rows.
+  MK_DEVICE static uint32_t stash_bytes(uint32_t rows) { return Sums::below(rows) / kConsumers / 64 * 64; }
+
+  MK_DEVICE OneRow(const Worker& w, uint32_t) : stash(block().scratch + w.warp() * stash_bytes(w.header->rows)) {}
+  MK_DEVICE void restart() {}
+
+  MK_DEVICE void begin(Worker& w, const MatrixFields& f, const Share& share, MatrixFlags flags) {
+    const float* x = input_row(w, f, flags.sampled(), 0);
+    const float* gamma = flags.norm() ? tasks::weights<float>(w, f.gamma) : nullptr;
+    const uint32_t total = f.units * share.count * 4;  // octets
+#pragma unroll 1
+    for (uint32_t base = 0; base < total; base += 32 * kOctets) fetch(w, f, share, x, gamma, base, total);
+    __syncwarp();
+  }
+
+  static constexpr uint32_t kOctets = 2;  // of a lane, on their way together
+
+  MK_DEVICE void fetch(Worker& w, const MatrixFields& f, const Share& share, const float* x, const float* gamma,
+                       uint32_t base, uint32_t total) {
+    Octet octet[kOctets], scale[kOctets];
+    uint32_t column[kOctets];
+    const uint32_t k = f.k, k_unit = f.k_unit;
+#pragma unroll
+    for (uint32_t i = 0; i < kOctets; ++i) {
+      const uint32_t o = base + i * 32 + w.warp_lane(), q = o / 4;
+      const uint32_t unit = share.count == kMaxChunks ? q / kMaxChunks : q / share.count, chunk = q - unit * share.count;
+      column[i] = o < total ? unit * k_unit + (share.first + chunk) * 32 + o % 4 * 8 : k;
+      octet[i].zero(), scale[i].zero();
+      if (column[i] < k) {
+        octet[i].fetch(x + column[i]);
+        if (gamma) scale[i].fetch_fixed(gamma + column[i]);
+      }
+    }
+    w.spin([&] {
+      bool missing = false;
+#pragma unroll
+      for (uint32_t i = 0; i < kOctets; ++i) {
+        if (octet[i].missing()) {
+          missing = true;
+          octet[i].fetch(x + column[i]);
+        }
+      }
+      return !__any_sync(0xffffffffu, missing);
+    }, abi::FaultKind::kValueBudget, base);
+#pragma unroll
+    for (uint32_t i = 0; i < kOctets; ++i) {
+      const uint32_t o = base + i * 32 + w.warp_lane();
+      float v[8];
+      octet[i].values(v);
+      if (gamma) {
+        add_squares(w, sum_of_squares(v), int32_t(total - (base + i * 32)));
+        multiply_gamma(v, scale[i]);
+      }
+      const Quad out = packed<kHalf>(v);
+      if (o < total) *reinterpret_cast<Quad*>(stash + o * 16) = out;
+    }
+  }
+
+  // In the order of the chunks, as `ManyRows` adds them; lane % 4 is the octet of a chunk.
+  MK_DEVICE void add_squares(const Worker& w, float own, int32_t left) {
+    if (left <= 0) return;
+#pragma unroll
+    for (int32_t chunk = 0; chunk < 8; ++chunk) {
+      const float s = __shfl_sync(0xffffffffu, own, chunk * 4 + w.warp_lane() % 4);
+      if (chunk * 4 < left) squares += s;
+    }
+  }
+
+  MK_DEVICE void fragments(
+      Worker& w, const MatrixFields&, const Share& share, MatrixFlags, uint32_t unit, Fragments<false>& a) {
+    const uint8_t* at = stash + unit * share.count * 64 + w.warp_lane() % 4 * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < kMaxChunks; ++i) {
+      a.low[i] = Quad{0, 0, 0, 0};
+      if (i < share.count) a.low[i] = *reinterpret_cast<const Quad*>(at + i * 64);
+    }
+  }
+
+  MK_DEVICE void put_squares(const Worker& w, float* out, uint32_t) const {
+    float s = squares + __shfl_xor_sync(0xffffffffu, squares, 1);
+    s += __shfl_xor_sync(0xffffffffu, s, 2);
+    if (w.warp_lane() == 0) out[0] = s;
+  }
+};
+
+// Any number of rows: lane / 4 is the row, and each lane fetches its fragments itself, for every block again.
+template <bool kHalf>
+struct ManyRows {
+  static constexpr bool kHigh = true;
+  uint32_t rows;
+  float squares[2] = {0.0f, 0.0f};
+
+  MK_DEVICE ManyRows(const Worker&, uint32_t n) : rows(n) {}
+  MK_DEVICE void begin(Worker&, const MatrixFields&, const Share&, MatrixFlags) {}
+  MK_DEVICE void restart() { squares[0] = squares[1] = 0.0f; }
+
+  MK_DEVICE void fragments(
+      Worker& w, const MatrixFields& f, const Share& share, MatrixFlags flags, uint32_t unit, Fragments<true>& a) {
+#pragma unroll
+    for (uint32_t i = 0; i < kMaxChunks; ++i) a.high[i] = Quad{0, 0, 0, 0};
+#pragma unroll 1
+    for (uint32_t h = 0; h < (rows > 8 ? 2u : 1u); ++h) {
+      Quad out[kMaxChunks];
+      const float s = half(w, f, share, flags, unit, w.warp_lane() / 4 + h * 8, h ? squares[1] : squares[0], out);
+      (h ? squares[1] : squares[0]) = s;
+#pragma unroll
+      for (uint32_t i = 0; i < kMaxChunks; ++i) (h ? a.high[i] : a.low[i]) = out[i];
+    }
+  }
+
+  MK_DEVICE static void fetch(Octet& octet, const float* x, uint32_t column, uint32_t k) {
+    if (k % 8 != 0) {
+      octet = fetch_odd(x, column, k);
+    } else if (column < k) {
+      octet.fetch(x + column);
+    }
+  }
+
+  MK_DEVICE float half(Worker& w, const MatrixFields& f, const Share& share, MatrixFlags flags, uint32_t unit, uint32_t row,
+                       float square, Quad (&out)[kMaxChunks]) {
+    const float* x = row < rows ? input_row(w, f, flags.sampled(), row) : nullptr;
+    const uint32_t column = unit * f.k_unit + share.first * 32 + w.warp_lane() % 4 * 8, k = f.k;
+    Octet octet[kMaxChunks];
+#pragma unroll
+    for (uint32_t i = 0; i < kMaxChunks; ++i) {
+      octet[i].zero();
+      if (i < share.count && x) fetch(octet[i], x, column + i * 32, k);
+    }
+    w.spin([&] {
+      bool missing = false;
+#pragma unroll
+      for (uint32_t i = 0; i < kMaxChunks; ++i) missing |= octet[i].missing();
+      if (!__any_sync(0xffffffffu, missing)) return true;
+#pragma unroll
+      for (uint32_t i = 0; i < kMaxChunks; ++i) {
+        if (octet[i].missing()) fetch(octet[i], x, column + i * 32, k);
+      }
+      return false;
+    }, abi::FaultKind::kValueBudget, row);
+#pragma unroll
+    for (uint32_t i = 0; i < kMaxChunks; ++i) {
+      float v[8];
+      octet[i].values(v);
+      if (flags.norm() && i < share.count) {
+        Octet gamma;
+        gamma.zero();
+        fetch(gamma, tasks::weights<float>(w, f.gamma), column + i * 32, k);
+        square += sum_of_squares(v);
+        multiply_gamma(v, gamma);
+      }
+      out[i] = packed<kHalf>(v);
+    }
+    return square;
+  }
+
+  MK_DEVICE void put_squares(const Worker& w, float* out, uint32_t n) const {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      float s = squares[i] + __shfl_xor_sync(0xffffffffu, squares[i], 1);
+      s += __shfl_xor_sync(0xffffffffu, s, 2);
+      const uint32_t row = w.warp_lane() / 4 + i * 8;
+      if (w.warp_lane() % 4 == 0 && row < n) out[row] = s;
+    }
+  }
+};
+
+}  // namespace megakernel::dev

@@ -1,0 +1,141 @@
+// What the storer does with a matrix product: adds the warps' sums, runs the epilogue, publishes. Part of cuda_matrix.cuh.
+#pragma once
+
+namespace megakernel::dev {
+
+// ------------------------------------------------------------------------------------------------ the largest logit
+// Behind the logits, of each sampled row and worker: the largest of the worker's logits with its column as one number in
+// that order, and how many tiles it saw. All ones are not valid yet.
+struct Largest {
+  static constexpr uint64_t kNotFinite = 0xfffffffe00000000u;  // more than any number
+
+  MK_DEVICE static uint64_t key(float v, uint32_t column) {
+    if (!(v - v == 0.0f)) return kNotFinite;
+    return uint64_t(uint32_t(rank_of(v)) ^ 0x80000000u) << 32 | (0xffffffffu - column);
+  }
+  MK_DEVICE static uint32_t column(uint64_t key) { return 0xffffffffu - uint32_t(key); }
+  MK_DEVICE static uint64_t of_warp(uint64_t key) {
+    const uint32_t high = __reduce_max_sync(0xffffffffu, uint32_t(key >> 32));
+    return uint64_t(high) << 32 | __reduce_max_sync(0xffffffffu, uint32_t(key >> 32) == high ? uint32_t(key) : 0);
+  }
+  MK_DEVICE static uint64_t* at(const Worker& w, uint32_t logits, uint32_t row, uint32_t worker) {
+    uint64_t* base = tasks::workspace<uint64_t>(w, logits + w.args.max_rows * w.args.vocab * 4);
+    return base + 2 * (row * w.args.workers + worker);
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ storer
+__device__ __noinline__ float activate(tasks::Activation kind, float v) {
+  if (kind == tasks::Activation::kGeluTanh) return tasks::activate<tasks::Activation::kGeluTanh>(v);
+  if (kind == tasks::Activation::kGelu) return tasks::activate<tasks::Activation::kGelu>(v);
+  return tasks::activate<tasks::Activation::kRelu>(v);
+}
+
+// Lane = output of a block: tile lane / 8, row lane % 8 of its weights. What can be known before the sums come is.
+struct RowStorer {
+  Storer& s;
+  const MatrixFields& f;
+  const MatrixFlags flags;
+  const uint32_t rows;
+  const uint32_t n = f.n;
+  const float inverse_k = 1.0f / float(f.k), eps = f.eps, scale = f.scale;
+  uint64_t best = 0;  // of row `lane`, see Largest
+
+  MK_DEVICE void block_of(uint32_t tile, uint32_t tiles) {
+    Worker& w = s.w;
+    const bool residual = flags.epilogue() == tasks::Epilogue::kResidual, sampled = flags.sampled();
+    const uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
+    const uint32_t lane = w.warp_lane(), mine = tile + lane / 8, within = lane % 8;
+    const uint32_t column = mine * width + within;
+    const bool active = lane / 8 < tiles && within < width && column < n;
+    const float* old = tasks::workspace<const float>(w, f.residual) + column;
+    float* out = tasks::workspace<float>(w, f.output) + column;
+    float* past = before(w, out);
+    float bias = 0.0f, before_it = 0.0f;
+    if (flags.bias() && lane / 8 < tiles) bias = load_constant(tasks::weights<float>(w, f.bias) + mine * 8 + within);
+    if (residual && active) before_it = await(w, old);
+    const uint32_t room = w.header->rows, slot = Sums::slot(s.sums_slot, room), past_rows = w.last->rows;
+    const float* sums = Sums::at(room, slot);
+    w.wait_barrier(&block().sums_full[slot], s.sums_parity >> slot & 1);
+#pragma unroll 1
+    for (uint32_t r = 0; r < rows; ++r) {
+      if (r > 0 && residual && active) before_it = await(w, old + uint64_t(r) * n);
+      const float v = finish((total(sums, r, lane) + bias) * scale, before_it);
+      if (active) put(out + uint64_t(r) * n, v);
+      if (sampled) {
+        const uint64_t largest = Largest::of_warp(active ? Largest::key(v, column) : 0);
+        if (lane == r && largest > best) best = largest;
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&block().sums_empty[slot]);
+    s.sums_parity ^= 1u << slot;
+    ++s.sums_slot;
+    if (sampled || !active) return;
+#pragma unroll 1
+    for (uint32_t r = 0; r < past_rows; ++r) clear(past + uint64_t(r) * n);
+  }
+
+  // The warps' sums, in order, and the norm's factor.
+  MK_DEVICE float total(const float* sums, uint32_t r, uint32_t lane) const {
+    float part[kConsumers], square[kConsumers];
+#pragma unroll
+    for (uint32_t i = 0; i < kConsumers; ++i) {
+      part[i] = sums[(i * rows + r) * Sums::kOutputs + lane];
+      square[i] = sums[(kConsumers * Sums::kOutputs + i) * rows + r];
+    }
+    float v = part[0], squares = square[0];
+#pragma unroll
+    for (uint32_t i = 1; i < kConsumers; ++i) v += part[i], squares += square[i];
+    return flags.norm() ? v * rsqrtf(squares * inverse_k + eps) : v;
+  }
+
+  MK_DEVICE float finish(float v, float residual) const {
+    if (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
+      const float up = __shfl_down_sync(0xffffffffu, v, 4);
+      v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
+      if (flags.epilogue() == tasks::Epilogue::kGlu) v *= up;
+    }
+    if (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
+    return v + residual;
+  }
+
+  MK_DEVICE void put(float* p, float v) const {
+    if (flags.sampled()) {
+      *p = v;
+    } else {
+      publish(p, v);
+    }
+  }
+
+  MK_DEVICE void put_best(uint32_t tiles) const {
+    const Worker& w = s.w;
+    const uint32_t lane = w.warp_lane();
+    uint64_t* out = Largest::at(w, f.output, lane, w.id);
+    if (lane < rows) {
+      store_long(out, best);
+      store_long(out + 1, tiles);
+    }
+    if (lane < w.last->sampled) {
+      store_long(before(w, out), ~uint64_t(0));
+      store_long(before(w, out) + 1, ~uint64_t(0));
+    }
+  }
+};
+
+__device__ __noinline__ void store_rows(MatrixFlags flags) {
+  Storer s;
+  s.load();
+  const abi::Record& record = *s.w.record;
+  RowStorer out{s, matrix_fields(s.w), flags, matrix_rows(s.w, flags.sampled())};
+#pragma unroll 1
+  for (uint32_t first = 0; first < record.tile_count && out.rows > 0; first += kBlockTiles) {
+    out.block_of(record.tile_begin + first, tasks::least(kBlockTiles, record.tile_count - first));
+  }
+  if (flags.sampled()) out.put_best(record.tile_count);
+  __syncwarp();
+  if (s.w.warp_lane() == 0) signal_counter(s.w, record);
+  s.save();
+}
+
+}  // namespace megakernel::dev

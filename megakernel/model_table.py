@@ -1,0 +1,71 @@
+"""The architectures and what was checked of each: one table for the command line and for docs/models.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megakernel.architectures import known_models, shape_config, shape_names
+
+CHECKS: dict[str, str] = {
+    "logits": "float32 logits of a prompt and 64 decoded tokens equal transformers' on the CPU device, relative error "
+    "at most 2e-5, for tiny random checkpoints that hold every kind of layer",
+    "gguf": "a GGUF file of the same weights, as llama.cpp's converter writes it, is the same model",
+    "random": "random configurations (heads, head_dim, sizes, windows, rope, norms) equal transformers",
+}
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """architecture: as in config.json. file: of models/. about: what it is. shapes: published ones by name."""
+
+    architecture: str
+    file: str
+    about: str
+    checks: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+
+def model_rows() -> tuple[ModelRow, ...]:
+    """A row for each architecture, by name."""
+    shapes = {name: str(shape_config(name)["architectures"][0]) for name in shape_names()}
+    rows = []
+    for name, model in known_models().items():
+        module = str(model.__name__)  # type: ignore[attr-defined]
+        about = (model.__doc__ or "").split("\n")[0].rstrip(".")
+        own = tuple(shape for shape, architecture in shapes.items() if architecture == name)
+        rows.append(ModelRow(name, f"models/{module.rpartition('.')[2]}.py", about, tuple(model.CHECKED), own))
+    return tuple(rows)
+
+
+def models_page() -> str:
+    """docs/models.md."""
+    lines = [
+        "# Models",
+        "",
+        "Made by `python -m megakernel.model_table`; `megakernel models` prints the same. A config with a field that",
+        "is not understood and may change the result is refused, and so is a checkpoint with a tensor nobody reads.",
+        "",
+        "| architecture | what it is | checked | published shapes |",
+        "|---|---|---|---|",
+    ]
+    for row in model_rows():
+        about = row.about.replace("|", "\\|")
+        lines.append(
+            f"| [{row.architecture}](../{row.file}) | {about} | {', '.join(row.checks)} | {', '.join(row.shapes)} |"
+        )
+    lines += ["", "What is checked, by tests in `tests/models/`:", ""]
+    lines += [f"- **{name}**: {text}." for name, text in CHECKS.items()]
+    lines += [
+        "",
+        "`tests/models/test_mutations.py` breaks each part of a model (rope base, epsilon, window, soft cap, norm,",
+        "bias, scale, tied head, end tokens, ...) and prints the error that the comparison then shows.",
+        "",
+        "Phi-3's longrope has two tables. A program takes one for every token: the short one when its `max_context` is",
+        "at most `original_max_position_embeddings`, else the long one.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(models_page(), end="")

@@ -1,0 +1,110 @@
+"""Answers of a given form: a grammar says before every token which tokens may come. Uses the library llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.errors import ApiError, MissingExtra
+from megakernel.serve.host import Model
+from megakernel.serve.schema import ResponseFormat
+
+FIELD = "response_format"
+
+
+class Grammars:
+    """Makes processors for one model; its tables of the vocabulary are made at first use."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._lock = threading.Lock()
+        self._tables: Any = None
+
+    def processors(self, form: ResponseFormat, count: int) -> list[Guided]:
+        """One for each of `count` choices. Slow (a compilation): not for the event loop. Raises ApiError 400."""
+        library = _library()
+        grammar = _grammar(library, form)
+        tables = self._vocabulary(library)
+        wrong, notes = library.LLMatcher.validate_grammar_with_warnings(grammar, tables)
+        if wrong:
+            raise _refusal(notes[0] if notes else "the grammar is not valid")
+        vocab = self.model.program.manifest.vocab
+        made = library.LLMatcher(tables, grammar, log_level=0)
+        if made.is_error():
+            raise _refusal(made.get_error())
+        return [Guided(made.deep_copy(), vocab) for _ in range(count)]
+
+    def _vocabulary(self, library: Any) -> Any:
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, f"{FIELD}: this model has no tokenizer", param=FIELD)
+        with self._lock:
+            if self._tables is None:
+                ends = list(self.model.generation.eos_token_ids) or list(tokenizer.eos_ids)
+                self._tables = library.LLTokenizer(
+                    tokenizer.raw.to_str(), n_vocab=self.model.program.manifest.vocab, eos_token=ends or None
+                )
+            return self._tables
+
+
+class Guided:
+    """A processor of the engine: float32 [vocab], 0 for a token that may come and -inf for one that may not."""
+
+    def __init__(self, matcher: Any, vocab: int) -> None:
+        self._matcher = matcher
+        self._vocab = vocab
+        self._taken = 0
+
+    def __call__(self, tokens: Sequence[int]) -> npt.NDArray[np.float32] | None:
+        for token in tokens[self._taken :]:
+            self._taken += 1
+            if not self._matcher.consume_token(token):
+                raise ApiError(500, f"the grammar stopped: {self._matcher.get_error()[:200]}", kind="server_error")
+        if self._matcher.is_stopped():
+            return None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little")
+        row = np.zeros(self._vocab, np.float32)
+        row[allowed == 0] = -np.inf
+        return row
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError as e:
+        missing = MissingExtra('a response_format needs llguidance: pip install "megakernel-decode[serve]"')
+        raise ApiError(400, f"{FIELD}: {missing}", param=FIELD, code="unsupported_field") from e
+    return llguidance
+
+
+def _grammar(library: Any, form: ResponseFormat) -> str:
+    """As the library reads it. JSON has no free white space: a small model can make endless amounts of it."""
+    if form.type == "grammar":
+        return str(library.LLMatcher.grammar_from_lark(_needed(form.grammar, "grammar")))
+    if form.type == "regex":
+        return str(library.LLMatcher.grammar_from_regex(_needed(form.regex, "regex")))
+    schema: dict[str, Any] = {"type": "object"}
+    if form.type == "json_schema":
+        schema = _needed(form.json_schema, "json_schema").schema_
+    try:
+        return str(
+            library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_flexible": False})
+        )
+    except ValueError as e:
+        raise _refusal(str(e)) from e
+
+
+def _needed(value: Any, name: str) -> Any:
+    if value is None:
+        raise ApiError(400, f"{FIELD}.{name}: this field is required", param=f"{FIELD}.{name}")
+    return value
+
+
+def _refusal(text: str) -> ApiError:
+    return ApiError(400, f"{FIELD}: {text.splitlines()[0][:300] if text else 'not valid'}", param=FIELD)

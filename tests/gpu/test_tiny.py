@@ -1,0 +1,113 @@
+"""Tiny models on the GPU: numbers against float32, equal bits in every batch and every run, faults, many openings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.device_session import TINY, build, generate
+from megakernel.architectures import random_weights
+from megakernel.builder.build import build_graph
+from megakernel.device import cuda
+from megakernel.errors import DeviceFault
+from megakernel.probe import forced_logits
+from megakernel.runtime import Runtime
+
+STATE = cuda.devices()[0].availability()
+pytestmark = pytest.mark.skipif(not STATE.usable, reason=f"no GPU: {STATE.reason}")
+
+
+def opened(name: str, **options: Any) -> tuple[Runtime, Any, Any]:
+    device, program = build(TINY[name], dtype="bf16", max_context=1024, max_slots=4, **options)
+    graph = build_graph(TINY[name])
+    weights = random_weights(graph, seed=3, dtype="bf16")
+    return Runtime(program, device, weights.read, spin_budget_ns=2_000_000_000), graph, weights
+
+
+@pytest.fixture(scope="module", params=sorted(TINY))
+def model(request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Any, Any]]:
+    run, graph, weights = opened(request.param)
+    yield run, graph, weights
+    run.close()
+
+
+def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [[int(i) for i in rng.integers(0, vocab, n)] for n in lengths]
+
+
+@pytest.mark.parametrize(("length", "start"), [(1, 0), (20, 0), (40, 32), (300, 290), (700, 690)])
+def test_logits(model: tuple[Runtime, Any, Any], length: int, start: int) -> None:
+    run, graph, weights = model
+    ids = prompts(run.manifest.vocab, (length,))[0]
+    run.reset()
+    got = forced_logits(run, ids, start)
+    want = graph.interpret(weights, ids)["logits"].numpy()[start:]
+    error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
+    assert error.max() < 0.02, error
+
+
+def test_equal_alone_and_in_a_batch(model: tuple[Runtime, Any, Any]) -> None:
+    run = model[0]
+    given = prompts(run.manifest.vocab, (5, 17, 40, 1))
+    assert generate(run, given, 24) == [generate(run, [p], 24)[0] for p in given]
+
+
+def test_equal_from_run_to_run(model: tuple[Runtime, Any, Any]) -> None:
+    run = model[0]
+    given = prompts(run.manifest.vocab, (17,))
+    assert len({tuple(generate(run, given, 100)[0]) for _ in range(20)}) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 7, 66, 100])
+def test_equal_with_fewer_workers(model: tuple[Runtime, Any, Any], workers: int) -> None:
+    whole = model[0]
+    name = next(n for n in TINY if TINY[n]["vocab_size"] == whole.manifest.vocab)
+    given = prompts(whole.manifest.vocab, (17, 3))
+    few = opened(name, workers=workers)[0]
+    try:
+        assert generate(few, given, 24) == generate(whole, given, 24)
+    finally:
+        few.close()
+
+
+def test_random_delays_change_nothing() -> None:
+    run = opened("tiny-llama")[0]
+    slow = opened("tiny-llama", chaos=True)[0]
+    slow.chaos_seed = 5
+    given = prompts(run.manifest.vocab, (17, 3))
+    try:
+        assert generate(slow, given, 24) == generate(run, given, 24)
+    finally:
+        run.close()
+        slow.close()
+
+
+def test_a_lost_signal_is_a_fault_and_the_next_launch_works() -> None:
+    """Random sampling waits for the logits by counter; the largest logit needs none."""
+    run = opened("tiny-llama", chaos=True)[0]
+    given = prompts(run.manifest.vocab, (3,))
+    drawn = {"temperature": 0.7}
+    records = run.program.records.reshape(-1)
+    waited = {int(w["counter"]) for r in records for w in r["waits"][: int(r["wait_count"])]}
+    run.spin_budget_ns = 200_000_000
+    try:
+        run.drop_signal = min(waited & {int(r["signal"]) for r in records})
+        with pytest.raises(DeviceFault, match=r"(wait|header) budget"):
+            generate(run, given, 4, drawn)
+        run.drop_signal = 0xFFFFFFFF
+        assert len(generate(run, given, 4, drawn)[0]) == 4
+    finally:
+        run.close()
+
+
+def test_open_and_close_many_times() -> None:
+    results = set()
+    for _ in range(10):
+        run = opened("tiny-llama")[0]
+        results.add(tuple(generate(run, prompts(run.manifest.vocab, (3,)), 4)[0]))
+        run.close()
+    assert len(results) == 1

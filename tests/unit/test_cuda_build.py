@@ -1,0 +1,148 @@
+"""Kernels for every CUDA target, without a GPU: they compile, and the machine code is what was meant."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megakernel.builder.build import make_plan, plan_source
+from megakernel.builder.cache import INCLUDE
+from megakernel.device import cuda, cuda_compiler
+from megakernel.errors import DeviceUnavailable, NoCompiler, ProgramError, TargetError
+from megakernel.target import TARGETS, find_target
+
+CONFIG: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 544,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1003,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}  # fmt: skip
+NAMES = tuple(t.name for t in TARGETS.values() if t.backend == "cuda")
+REGISTERS = 168  # what 12 warps of a processor's register file leave for one of 11 warps
+H200 = cuda.GpuInfo(0, "NVIDIA H200", (9, 0), 132, 232448, 141 << 30)
+
+
+def has_compiler() -> bool:
+    try:
+        cuda_compiler.open_nvrtc()
+    except NoCompiler:
+        return False
+    return True
+
+
+needs_wheels = pytest.mark.skipif(not has_compiler(), reason="the [cuda] wheels are not installed")
+
+
+@cache
+def built(name: str, chaos: bool = False) -> tuple[bytes, str]:
+    target = find_target(name)
+    plan = make_plan(CONFIG, target, max_context=1024, max_slots=4)
+    flags = (*cuda_compiler.compile_flags(target, chaos, False), "--ptxas-options=-v")
+    return cuda_compiler.compile_cubin(plan_source(plan, chaos=chaos), INCLUDE, flags)
+
+
+def disassembler() -> str | None:
+    wheel = Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/bin/cuobjdump"
+    return str(wheel) if wheel.exists() else shutil.which("cuobjdump")
+
+
+def machine_code(name: str, folder: Path) -> str:
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("no cuobjdump: install nvidia-cuda-cuobjdump")
+    (folder / "k.cubin").write_bytes(built(name)[0])
+    return subprocess.run([tool, "-sass", str(folder / "k.cubin")], capture_output=True, text=True, check=True).stdout
+
+
+@needs_wheels
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_within_its_registers(name: str) -> None:
+    cubin, log = built(name)
+    assert cubin[:4] == b"\x7fELF"
+    used = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    assert used and max(used) <= REGISTERS, log
+
+
+@needs_wheels
+@pytest.mark.parametrize("name", ["sm_80", "sm_90a", "sm_120a"])
+def test_matrix_cores_and_asynchronous_copies(name: str, tmp_path: Path) -> None:
+    code = machine_code(name, tmp_path)
+    assert "HMMA.16816.F32.BF16" in code
+    assert ("UBLKCP" in code) == (name != "sm_80"), "bulk copies exist from compute capability 9.0 on"
+    assert ("LDGSTS" in code) == (name == "sm_80")
+
+
+@needs_wheels
+def test_the_product_of_one_row_keeps_everything_in_registers(tmp_path: Path) -> None:
+    """Local memory beside a whole block's shared memory has next to no cache: one spill is a trip to the L2."""
+    code = machine_code("sm_90a", tmp_path)
+    for start, size in _functions(built("sm_90a")[0], ("consume_rowI", "store_rows", "produce_rows")):
+        found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
+        lines = [m for m in found if start <= int(m.group(1), 16) < start + size]
+        assert lines
+        spilled = [m.group(2) for m in lines if re.search(r"\b(LDL|STL)\b", m.group(2))]
+        assert not spilled, spilled[:4]
+
+
+def _functions(cubin: bytes, names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """(address, bytes) of the functions whose symbol contains one of `names`."""
+    (section_at,) = struct.unpack_from("<Q", cubin, 0x28)
+    (count,) = struct.unpack_from("<H", cubin, 0x3C)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, section_at + 64 * i) for i in range(count)]
+    symbols = next(s for s in sections if s[1] == 2)
+    strings = sections[symbols[6]][4]
+    found = []
+    for at in range(symbols[4], symbols[4] + symbols[5], 24):
+        name_at, info, _other, _section, value, size = struct.unpack_from("<IBBHQQ", cubin, at)
+        name = cubin[strings + name_at : cubin.index(b"\0", strings + name_at)].decode()
+        if info & 15 == 2 and any(n in name for n in names):
+            found.append((value, size))
+    assert len(found) >= len(names)
+    return found
+
+
+@needs_wheels
+def test_the_flavour_with_random_delays_compiles() -> None:
+    assert built("sm_90a", chaos=True)[0] != built("sm_90a")[0]
+
+
+def test_the_ring_fits_every_shared_memory() -> None:
+    stages = {name: cuda_compiler.stages_of(find_target(name)) for name in NAMES}
+    assert stages == {"sm_80": 8, "sm_86": 4, "sm_89": 4, "sm_90a": 12, "sm_100a": 12, "sm_120a": 4}
+    for name in NAMES:
+        assert cuda_compiler.shared_bytes_of(find_target(name)) <= find_target(name).shared_bytes
+    with pytest.raises(TargetError, match="48,000 bytes of shared memory for a block; the kernel needs 101,376"):
+        cuda_compiler.stages_of(replace(find_target("sm_86"), shared_bytes=48_000))
+
+
+def test_a_target_has_the_counts_of_its_gpu() -> None:
+    assert cuda.target_for(H200).workers == 132
+    small = cuda.target_for(replace(H200, processors=114))
+    assert (small.name, small.workers) == ("sm_90a", 114)
+    assert cuda.target_for(replace(H200, capability=(8, 7), shared_bytes=166912)).name == "sm_86"
+    with pytest.raises(TargetError, match=r"compute capability 7\.5; supported are sm_80"):
+        cuda.target_for(replace(H200, name="T4", capability=(7, 5)))
+
+
+def test_errors_are_one_sentence(tmp_path: Path) -> None:
+    absent = cuda.CudaDevice(None, "there is no NVIDIA driver on this machine")
+    assert not absent.availability().usable
+    with pytest.raises(DeviceUnavailable, match="no NVIDIA driver"):
+        _ = absent.target
+    here = cuda.CudaDevice(H200)
+    cubin = tmp_path / "kernel.bin"
+    cubin.write_bytes(b"")
+    with pytest.raises(ProgramError, match="was built for sm_80; NVIDIA H200 is sm_90a; build it for this device"):
+        here.load(cubin, find_target("sm_80"), 0)
+    with pytest.raises(ProgramError, match="built for 133 workers; NVIDIA H200 has 132 multiprocessors"):
+        here.load(cubin, find_target("sm_90a").with_workers(133), 0)
