@@ -66,17 +66,31 @@ def make_server(host: Host) -> Server:
 
 
 def _http() -> Any:
-    """The quicker parser with a limit of its own on headers; h11, which has one, where it is not installed."""
+    """The quicker parser with a limit of its own on headers; h11, which has one, where it is not installed.
+
+    Neither logs requests, whatever another part of the process makes of the logger "uvicorn.access": a path is typed by
+    a user."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
-        return "h11"
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        class Quiet(H11Protocol):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self.access_log = False
+
+        return Quiet
 
     class Limited(HttpToolsProtocol):
         """Refuses a request whose line and headers pass HEADER_BYTES."""
 
         headers_read = 0
         in_headers = True
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.access_log = False
 
         def on_message_begin(self) -> None:
             self.in_headers = True

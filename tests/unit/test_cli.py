@@ -158,7 +158,8 @@ def test_an_unknown_target_names_the_known_ones() -> None:
 
 # ---------------------------------------------------------------------------------------------- as a process
 SLOW = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start its background jobs with it ignored
 from megakernel import cli
 from tests.fake_device import FakeDevice
 from tests.unit.test_engine_llm import FakeLLM
