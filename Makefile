@@ -31,6 +31,7 @@ $(VENV)/dev: $(VENV)/core
 	@$(PIP) install $(TORCH)
 	@$(PIP) install -e ".[dev]"
 	@sh tests/install_clang.sh
+	@command -v ld.lld-22 >/dev/null || $(PIP) install -e ".[compiler]"
 	@touch $@
 
 $(VENV)/bench: $(VENV)/dev

@@ -31,6 +31,11 @@ class Target:
     piece_tokens: int  # tokens that one attention item covers; a multiple of page_tokens
     value_edges: bool  # activations carry their own validity
     vector_bytes: int = 0
+    half_only: bool = False  # weights and pages have 16-bit elements
+    head_multiple: int = 8  # head_dim is a multiple of this
+    page_least: int = 16  # tokens of a page, however large they are
+    piece_bytes: int = 0  # most bytes of one KV head's pages of an item, 0: no limit
+    rotary_multiple: int = 1  # the halves of a rotation are multiples of this, or its pairs are neighbours
     cluster: int = 1
     source: str = ""  # where the figures come from
 
@@ -52,6 +57,7 @@ def _cuda(name: str, sms: int, shared_kb: int, gbps: float, cluster: int = 1) ->
     return Target(
         name=name, backend="cuda", workers=sms, shared_bytes=shared_kb * 1024, stream_gbps=gbps, worker_gflops=2000.0,
         hop_us=2.0, task_us=0.3, tile_n=8, page_tokens=64, piece_tokens=256, value_edges=True, cluster=cluster,
+        half_only=True, head_multiple=32, page_least=32, piece_bytes=shared_kb * 1024 * 2 // 3, rotary_multiple=32,
         source="vendor documents; sm_90a measured on an H200",
     )  # fmt: skip
 

@@ -168,6 +168,10 @@ def _limits(
     for text in (dtype, kv_dtype or dtype):
         if text not in kinds:
             raise LoweringError(f"unknown dtype {text!r}; known: {', '.join(kinds)}")
+        if target.half_only and DType(text).bytes != 2:
+            raise LoweringError(
+                f"dtype {text!r}: {target.name} multiplies 16-bit elements; choose bf16 or f16, or the cpu device"
+            )
     return Limits(DType(dtype), DType(kv_dtype or dtype), slots, wanted, rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,11 +57,11 @@ def lower(graph: Graph, target: Target, limits: Limits) -> Lowered:
 
 
 def page_tokens(target: Target, head_dim: int, kv_dtype: DType) -> int:
-    """Tokens of a page: the target's, or as many as fill one stage of its ring, a power of two from 16 to 64."""
+    """Tokens of a page: the target's, or as many as fill one stage of its ring, a power of two up to 64."""
     if not target.shared_bytes:
         return target.page_tokens
     fit = UNIT_BYTES // (2 * head_dim * kv_dtype.bytes)
-    return max(16, min(64, 1 << max(0, fit.bit_length() - 1)))
+    return max(target.page_least, min(64, 1 << max(0, fit.bit_length() - 1)))
 
 
 def splits(target: Target, kv_heads: int) -> int:
@@ -87,9 +87,15 @@ class _Lowering:
     at: int = 0
     kv_layers: int = 0
     kv: tuple[int, int] | None = None  # heads and head_dim, the same in every layer
+    pairs: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a qkv tensor: head_dim, half of the rotation
 
     def run(self) -> Lowered:
-        for item in fuse(self.graph):
+        fused = fuse(self.graph)
+        projections = {item.output for item in fused if isinstance(item, FusedMatmul)}
+        for item in fused:
+            if isinstance(item, FusedAttention):
+                self._check_attention(item, projections)
+        for item in fused:
             if isinstance(item, FusedEmbedding):
                 self._embedding(item)
             elif isinstance(item, FusedMatmul):
@@ -105,11 +111,30 @@ class _Lowering:
         streamed = sum(n.task.cost(n, 0, n.tiles, 0).stream_bytes for n in self.nodes if "weight" in n.weights)
         return Lowered(
             tuple(self.nodes), self.tensors, tuple(self.weights), max(self.at, ALIGN), int(streamed),
-            tuple(asdict(r) for r in self.ropes), pages, self._piece(pages), self._pieces(pages),
+            tuple(asdict(r) for r in self.ropes), pages, self._piece(pages, head_dim),
+            self._pieces(pages, head_dim),
             self.kv_layers, kv_heads, head_dim,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ nodes
+    def _check_attention(self, item: FusedAttention, projections: Collection[str]) -> None:
+        """Sizes that the target's attention cannot take; rotations whose pairs it wants side by side."""
+        target, half = self.target, item.rope.rotary_dim // 2 if item.rope else 0
+        if item.head_dim % target.head_multiple:
+            raise LoweringError(
+                f"node {item.name}: head_dim {item.head_dim} is no multiple of {target.head_multiple}, which "
+                f"{target.name} needs; the cpu device takes it"
+            )
+        if item.rope is None or item.rope.interleaved or half % target.rotary_multiple == 0:
+            return
+        if item.qkv not in projections:
+            raise LoweringError(
+                f"node {item.name}: half of rotary_dim {2 * half} is no multiple of {target.rotary_multiple}, which "
+                f"{target.name} needs where a norm lies between the projection and the rotation; the cpu device takes "
+                "it"
+            )
+        self.pairs[item.qkv] = (item.head_dim, half)
+
     def _embedding(self, item: FusedEmbedding) -> None:
         table = self.graph.tensor(item.table)
         cols = table.cols
@@ -152,7 +177,8 @@ class _Lowering:
         n = rows // 2 if glu else rows
         packed_rows = -(-n // (self.target.tile_n // 2)) * self.target.tile_n if glu else rows
         layout = weight_layout(self.target, self.limits.dtype, packed_rows, k)
-        weight = self._weight(f"{item.name}.weight", "interleaved" if glu else "matrix", rows, k, parts, layout.bytes)
+        kind, paired = "interleaved" if glu else "matrix", self.pairs.get(item.output)
+        weight = self._weight(f"{item.name}.weight", kind, rows, k, parts, layout.bytes, paired=paired)
         bias = self._bias(item, parts, layout.n_padded, glu)
         self._tensor(item.output, n)
         self.nodes.append(
@@ -171,8 +197,8 @@ class _Lowering:
             raise LoweringError(f"node {item.name}: {shape} KV heads and head_dim, other layers have {self.kv}")
         self.kv = shape
         pages = page_tokens(self.target, item.head_dim, self.limits.kv_dtype)
-        piece, pieces = self._piece(pages), self._pieces(pages)
-        cos, sin = self._tables(item.rope)
+        piece, pieces = self._piece(pages, item.head_dim), self._pieces(pages, item.head_dim)
+        (cos, sin), paired = self._tables(item.rope), self.pairs.get(item.qkv)
         if item.q_norm and item.k_norm and item.q_norm.eps != item.k_norm.eps:
             raise LoweringError(f"node {item.name}: q and k norms have different eps")
         eps = next((n.eps for n in (item.q_norm, item.k_norm) if n), 0.0)
@@ -185,9 +211,9 @@ class _Lowering:
                 partials=partials, kv_layer=self.kv_layers, kv_dtype=self.limits.kv_dtype, page_tokens=pages,
                 piece_tokens=piece, max_pieces=pieces, splits=splits(self.target, item.kv_heads), scale=item.scale,
                 cos=cos, sin=sin, rotary_dim=item.rope.rotary_dim if item.rope else None,
-                interleaved=bool(item.rope and item.rope.interleaved),
-                q_gamma=self._gamma(f"{item.name}.q_gamma", item.q_norm),
-                k_gamma=self._gamma(f"{item.name}.k_gamma", item.k_norm), eps=eps, window=item.window,
+                interleaved=bool(item.rope and item.rope.interleaved) or paired is not None,
+                q_gamma=self._gamma(f"{item.name}.q_gamma", item.q_norm, paired=paired),
+                k_gamma=self._gamma(f"{item.name}.k_gamma", item.k_norm, paired=paired), eps=eps, window=item.window,
                 softcap=item.softcap, layer=item.layer,
             )
         )  # fmt: skip
@@ -218,24 +244,29 @@ class _Lowering:
     def _tensor(self, name: str, cols: int) -> None:
         self.tensors[name] = TensorSize(self.limits.max_rows, cols, "f32")
 
-    def _piece(self, pages: int) -> int:
-        return max(pages, self.target.piece_tokens // pages * pages)
+    def _piece(self, pages: int, head_dim: int) -> int:
+        """Tokens of an item: those of the target, or as many whole pages as its ring holds, halved until they fit."""
+        piece, token = self.target.piece_tokens // pages * pages, 2 * head_dim * self.limits.kv_dtype.bytes
+        while self.target.piece_bytes and piece * token > self.target.piece_bytes and piece % (2 * pages) == 0:
+            piece //= 2
+        return max(pages, piece)
 
-    def _pieces(self, pages: int) -> int:
-        return -(-self.limits.max_context // self._piece(pages))
+    def _pieces(self, pages: int, head_dim: int) -> int:
+        return -(-self.limits.max_context // self._piece(pages, head_dim))
 
     def _weight(
         self, name: str, kind: str, n: int, k: int, parts: tuple[Tensor, ...], size: int | None = None,
-        add: float = 0.0, rope: int = -1,
+        add: float = 0.0, rope: int = -1, paired: tuple[int, int] | None = None,
     ) -> str:  # fmt: skip
+        """`paired`: the first two parts are q and k, whose rows are put in pairs."""
         if size is None:
             size = n * max(k, 1) * (self.limits.dtype.bytes if kind == "table" else 4)
-        sources = tuple(part for t in parts for part in _parts(t))
+        sources = tuple(p for i, t in enumerate(parts) for p in _parts(t, paired if i < 2 else None))
         self.weights.append(PackedWeight(name, kind, self.at, size, n, k, sources, add, rope))
         self.at += -(-size // ALIGN) * ALIGN
         return name
 
-    def _gamma(self, name: str, *norms: Norm | None) -> str | None:
+    def _gamma(self, name: str, *norms: Norm | None, paired: tuple[int, int] | None = None) -> str | None:
         """The gammas one behind the other, offsets added."""
         given = tuple(n for n in norms if n is not None)
         if not given:
@@ -243,7 +274,8 @@ class _Lowering:
         if len({n.offset for n in given}) > 1:
             raise LoweringError(f"{name}: norms of one task with different offsets")
         gammas = tuple(self.graph.tensor(n.gamma) for n in given)
-        return self._weight(name, "vector", sum(g.cols for g in gammas), 0, gammas, add=given[0].offset)
+        cols, add = sum(g.cols for g in gammas), given[0].offset
+        return self._weight(name, "vector", cols, 0, gammas, add=add, paired=paired)
 
     def _bias(self, item: FusedMatmul, parts: tuple[Tensor, ...], padded: int, glu: bool) -> str | None:
         if not item.biases:
@@ -252,7 +284,8 @@ class _Lowering:
             raise LoweringError(f"node {item.name}: some of its linears have a bias and some have none")
         vectors = tuple(self.graph.tensor(b) for b in item.biases)
         tile = self.target.tile_n if glu else 0
-        return self._weight(f"{item.name}.bias", "vector", sum(v.cols for v in vectors), tile, vectors, padded * 4)
+        cols, paired = sum(v.cols for v in vectors), self.pairs.get(item.output)
+        return self._weight(f"{item.name}.bias", "vector", cols, tile, vectors, padded * 4, paired=paired)
 
     def _tables(self, rope: RopeSpec | None) -> tuple[str | None, str | None]:
         if rope is None:
@@ -274,8 +307,11 @@ def _rows(tensor: Tensor) -> int:
     return tensor.rows
 
 
-def _parts(tensor: Tensor) -> tuple[WeightPart, ...]:
+def _parts(tensor: Tensor, paired: tuple[int, int] | None = None) -> tuple[WeightPart, ...]:
     source = tensor.source
     if source is None:
         raise LoweringError(f"{tensor.name} is not a weight of the checkpoint")
-    return tuple(WeightPart(source.tensor, first, last, source.transposed) for first, last in source.ranges())
+    return tuple(
+        WeightPart(source.tensor, first, last, source.transposed, *(paired or (0, 0)))
+        for first, last in source.ranges()
+    )

@@ -23,12 +23,26 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Rows `[start, stop)` of one checkpoint tensor, or of its transpose; `stop` -1 is to the end."""
+    """Rows `[start, stop)` of one checkpoint tensor, or of its transpose; `stop` -1 is to the end.
+
+    half: rows `i` and `i + half` of each head of `head` rows are put side by side, i < half; 0: as they are stored.
+    """
 
     tensor: str
     start: int = 0
     stop: int = -1
     transposed: bool = False
+    head: int = 0
+    half: int = 0
+
+    def source_rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Where rows `[first, last)` of this part are in the part as stored."""
+        rows = np.arange(first, last)
+        if not self.half:
+            return rows
+        at = rows % self.head
+        paired = at // 2 + at % 2 * self.half
+        return rows - at + np.where(at < 2 * self.half, paired, at)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ the device's own copy stays small. A NaN or infinity in a weight is an error tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megakernel.builder.layout import interleave_rows, pack, weight_layout
-from megakernel.builder.program import Manifest, PackedWeight
+from megakernel.builder.program import Manifest, PackedWeight, WeightPart
 from megakernel.errors import CheckpointError
 from megakernel.graph import RopeSpec
 from megakernel.target import Target
@@ -54,7 +55,7 @@ def _slabs(weight: PackedWeight, manifest: Manifest, target: Target, read: Read)
 
 
 def _vector(weight: PackedWeight, target: Target, read: Read) -> Array:
-    parts = [_finite(p.tensor, read(p.tensor, "f32", _rows(p.start, p.stop)).reshape(-1)) for p in weight.parts]
+    parts = [_elements(p, read) for p in weight.parts]
     if weight.kind == "vector" and weight.k and len(parts) == 2:  # bias of an interleaved matrix: k holds tile_n
         joined = interleave_rows(parts[0][:, None], parts[1][:, None], weight.k)[:, 0]
     else:
@@ -62,6 +63,11 @@ def _vector(weight: PackedWeight, target: Target, read: Read) -> Array:
     out = np.zeros(weight.bytes // 4, np.float32)
     out[: joined.size] = joined + np.float32(weight.add)
     return out
+
+
+def _elements(part: WeightPart, read: Read) -> Array:
+    data = read(part.tensor, "f32", _rows(part.start, part.stop)).reshape(-1)
+    return _finite(part.tensor, data[part.source_rows(0, data.size)] if part.half else data)
 
 
 def _table(weight: PackedWeight, dtype: str, read: Read) -> Iterator[Array]:
@@ -100,6 +106,8 @@ def _concatenated(weight: PackedWeight, dtype: str, first: int, last: int, read:
 
 def _read_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: Read) -> Array:
     p = weight.parts[part]
+    if p.half:
+        return _paired_rows(weight, part, dtype, rows, read)
     wanted = slice(p.start + rows.start, p.start + rows.stop)
     if p.transposed:
         data = np.ascontiguousarray(read(p.tensor, dtype, slice(None))[:, wanted].T)
@@ -108,6 +116,15 @@ def _read_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: R
     if data.shape[1] != weight.k:
         raise CheckpointError(f"tensor {p.tensor}: expected {weight.k} columns, got {data.shape[1]}")
     return _finite(p.tensor, data)
+
+
+def _paired_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: Read) -> Array:
+    """Whole heads are read, then the rows that are wanted are taken from them."""
+    p = weight.parts[part]
+    plain = replace(weight, parts=(replace(p, head=0, half=0),))
+    first, last = rows.start // p.head * p.head, -(-rows.stop // p.head) * p.head
+    heads = _read_rows(plain, 0, dtype, slice(first, last), read)
+    return np.asarray(heads[p.source_rows(rows.start, rows.stop) - first])
 
 
 def _finite(name: str, data: Array) -> Array:

@@ -1,6 +1,6 @@
 // Queries against pages of keys and values, on the matrix cores (see tasks/attention.py for the formula and the items).
 //
-// A page of one KV head fills a stage. Its keys are the B operand of queries x keys (8 tokens by 32 elements, 16 bytes a
+// A page of one KV head fills a stage, or its keys one and its values the next. Its keys are the B operand of queries x keys (8 tokens by 32 elements, 16 bytes a
 // lane), its values that of weights x values (32 tokens by 8 elements); the order of tokens inside is the one in which
 // the first product leaves its result, so that the result is the A operand of the second as it stands.
 //
@@ -30,11 +30,19 @@ struct Core<tasks::Attention<kConfig>> {
   static constexpr uint32_t kChunks = kDim / 32, kValueTiles = kDim / 8;
   static constexpr uint32_t kHalfRotary = kConfig.rotary_dim / 2;
   static constexpr uint32_t kPartial = kDim + 2;
+  static constexpr bool kTwoStages = kUnitBytes > kStageBytes;  // of a page: keys, then values
+  static constexpr uint32_t kPageStages = kTwoStages ? 2 : 1;
   static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take 16-bit keys and values");
   static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is a multiple of 32");
   static_assert(kPage % kRunTokens == 0 && kPiece % kPage == 0 && kRuns <= kConsumers, "a run is in one page");
-  static_assert(kUnitBytes <= kStageBytes && kPiecePages <= kStages, "an item's pages are in the ring together");
+  static_assert(kKeyBytes <= kStageBytes && kPiecePages * kPageStages <= kStages, "an item's pages are in the ring together");
   static_assert(kConfig.interleaved || kHalfRotary % 32 == 0, "the two halves of a rotation are in one lane");
+
+  // A page in the ring; offsets from both are those inside the page.
+  struct Stage {
+    uint8_t *keys, *second;
+    MK_DEVICE uint8_t* values() const { return kTwoStages ? second - kKeyBytes : keys; }
+  };
 
   // Where element `dim` of token `t` of a page is.
   MK_DEVICE static uint32_t key_at(uint32_t t, uint32_t dim) {
@@ -61,7 +69,9 @@ struct Core<tasks::Attention<kConfig>> {
       const uint32_t mine = w.warp_lane() < pages ? load_word(table + w.warp_lane()) : 0;
       for (uint32_t i = 0; i < pages; ++i) {
         const uint64_t page = __shfl_sync(0xffffffffu, mine, i);
-        p.put(pool + (page * kKvHeads + items.head) * kUnitBytes, kUnitBytes);
+        const char* unit = pool + (page * kKvHeads + items.head) * kUnitBytes;
+        p.put(unit, kUnitBytes / kPageStages);
+        if constexpr (kTwoStages) p.put(unit + kKeyBytes, kKeyBytes);
       }
     }
     p.save();
@@ -166,7 +176,7 @@ struct Core<tasks::Attention<kConfig>> {
       }
     }
 
-    MK_DEVICE void put(Worker& w, const Fields& f, const Items& item, uint32_t r, uint8_t* stage, char* pool) {
+    MK_DEVICE void put(Worker& w, const Fields& f, const Items& item, uint32_t r, const Stage& stage, char* pool) {
       const uint32_t i = w.warp_lane(), position = w.header->row[r].position, token = position % kPage;
       Eight kv[2];
       asked.wait(w, kv);
@@ -188,15 +198,15 @@ struct Core<tasks::Attention<kConfig>> {
       __syncwarp();
     }
 
-    MK_DEVICE static void store_token(uint8_t* stage, uint8_t* global, uint32_t token, uint32_t dim, const Eight (&kv)[2]) {
+    MK_DEVICE static void store_token(const Stage& stage, uint8_t* global, uint32_t token, uint32_t dim, const Eight (&kv)[2]) {
       const Quad key = kv[0].template packed<kHalf>(), value = kv[1].template packed<kHalf>();
-      *reinterpret_cast<Quad*>(stage + key_at(token, dim)) = key;
+      *reinterpret_cast<Quad*>(stage.keys + key_at(token, dim)) = key;
       *reinterpret_cast<Quad*>(global + key_at(token, dim)) = key;
       const uint32_t words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
       for (uint32_t j = 0; j < 8; ++j) {
         const auto half = uint16_t(words[j / 2] >> (j % 2 * 16));
-        *reinterpret_cast<uint16_t*>(stage + value_at(token, dim + j)) = half;
+        *reinterpret_cast<uint16_t*>(stage.values() + value_at(token, dim + j)) = half;
         *reinterpret_cast<uint16_t*>(global + value_at(token, dim + j)) = half;
       }
     }
@@ -261,7 +271,7 @@ struct Core<tasks::Attention<kConfig>> {
     const uint32_t row = item.group_row + low - from, end = mine && low < high ? row + high - low : row;
     const bool known = held.head == item.head && held.group_row == item.group_row;
     const Ring first = c.ring;
-    uint8_t* stage = nullptr;
+    Stage stage{};
     Fresh fresh;
 #pragma unroll 1
     for (uint32_t base = 0; base < rows; base += 8) {
@@ -282,17 +292,25 @@ struct Core<tasks::Attention<kConfig>> {
     __syncwarp();
     Ring back = first;
 #pragma unroll 1
-    for (uint32_t page = item.page; page <= item.last_page; ++page, back.next()) c.give_back(back.slot);
+    for (uint32_t page = item.page; page <= item.last_page; ++page, back.next()) {
+      c.give_back(back.slot);
+      if constexpr (kTwoStages) back.next(), c.give_back(back.slot);
+    }
   }
 
-  // Waits for all pages of the item; the stage of `wanted`, or null.
-  MK_DEVICE static uint8_t* take_pages(Consumer& c, const Items& item, uint32_t wanted) {
-    uint8_t* stage = nullptr;
+  // Waits for all pages of the item; the stages of `wanted`, or none.
+  MK_DEVICE static Stage take_pages(Consumer& c, const Items& item, uint32_t wanted) {
+    Stage stage{};
 #pragma unroll 1
     for (uint32_t page = item.page; page <= item.last_page; ++page) {
       uint8_t* at = c.take();
-      if (page == wanted) stage = at;
+      if (page == wanted) stage.keys = at;
       c.ring.next();
+      if constexpr (kTwoStages) {
+        at = c.take();
+        if (page == wanted) stage.second = at;
+        c.ring.next();
+      }
     }
     return stage;
   }
@@ -311,15 +329,15 @@ struct Core<tasks::Attention<kConfig>> {
   };
 
   // q-rows [base, base + 8) of the item against this warp's run; then all runs merged and published.
-  MK_DEVICE static void attend(Worker& w, const Fields& f, const Items& item, uint32_t base, const uint8_t* stage,
+  MK_DEVICE static void attend(Worker& w, const Fields& f, const Items& item, uint32_t base, const Stage& stage,
                                uint32_t run_start, Held& held) {
     const Quad (&q)[kChunks] = held.q;
     const uint32_t lane = w.warp_lane(), t = lane % 4;
     float top = -kInfinity, total = 0.0f;
     float o[kValueTiles][4] = {};
-    if (stage) {
+    if (stage.keys) {
       float s[4][4] = {};
-      const uint8_t* keys = stage + run_start % kPage / 8 * (kDim * 16) + lane * 16;
+      const uint8_t* keys = stage.keys + run_start % kPage / 8 * (kDim * 16) + lane * 16;
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) {
 #pragma unroll
@@ -333,7 +351,7 @@ struct Core<tasks::Attention<kConfig>> {
       uint32_t p[4];
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
-      const uint8_t* values = stage + kKeyBytes + run_start % kPage / 32 * (kDim * 64) + lane * 16;
+      const uint8_t* values = stage.values() + kKeyBytes + run_start % kPage / 32 * (kDim * 64) + lane * 16;
 #pragma unroll
       for (uint32_t n = 0; n < kValueTiles; ++n) {
         const Quad b = *reinterpret_cast<const Quad*>(values + n * 512);

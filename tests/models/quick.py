@@ -6,7 +6,9 @@ It is compiled with few optimisations: these tests are of numbers, not of speed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megakernel.builder.build import Plan, assemble, plan_graph
 from megakernel.builder.cache import compiled
@@ -35,10 +37,11 @@ class QuickDevice(CpuDevice):
 
 
 class Kernel:
-    """One kernel for all of these graphs, float32, one slot."""
+    """One kernel for all of these graphs, float32, one slot. fields: of the target, where they differ."""
 
-    def __init__(self, graphs: Iterable[Graph], max_context: int) -> None:
+    def __init__(self, graphs: Iterable[Graph], max_context: int, **fields: Any) -> None:
         self.device = QuickDevice()
+        self.target = replace(self.device.target, **fields)
         self.max_context = max_context
         nodes: dict[str, TaskNode] = {}
         for graph in graphs:
@@ -46,11 +49,11 @@ class Kernel:
                 nodes.setdefault(variant_text(node), node)
         kept = tuple(nodes.values())
         self.variants = variants_of(kept)
-        self.source = kernel_source(kept, self.device.target)
+        self.source = kernel_source(kept, self.target)
         self.binary = compiled(self.source, self.device, read_settings().cache)
 
     def plan(self, graph: Graph) -> Plan:
-        return plan_graph(graph, self.device.target, dtype="f32", max_slots=1, max_context=self.max_context)
+        return plan_graph(graph, self.target, dtype="f32", max_slots=1, max_context=self.max_context)
 
     def logits(self, graph: Graph, read: Callable[[str, slice], Array], ids: Sequence[int], start: int) -> Array:
         """The first `start` + 1 tokens are a prompt, in chunks of 16 rows; the others come one by one."""

@@ -45,6 +45,24 @@ def test_the_kernel_equals_transformers(subject: Find, kernel: Kernel, name: str
     assert got.shape == (DECODED + 1, s.expected.shape[1]) and error <= LIMIT
 
 
+PAIRED = ("llama", "llama3", "qwen3", "phi4_mini", "gpt_neox")  # biases, scaling, head norms, fused and partial
+
+
+@pytest.fixture(scope="module")
+def paired(subject: Find) -> Kernel:
+    return Kernel([find_model(s.full).build(s.full) for s in map(subject, PAIRED)], 256, rotary_multiple=32)
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_rows_in_pairs_give_the_same_logits(subject: Find, paired: Kernel, name: str) -> None:
+    """Some targets want the two elements of a rotation side by side: q and k rows are packed in that order."""
+    s = subject(name)
+    graph = find_model(s.config).build(s.config)
+    assert any(p.half for w in paired.plan(graph).lowered.weights for p in w.parts)
+    got = paired.logits(graph, lambda tensor, rows: np.array(s.weights[tensor][rows]), s.ids, PROMPT - 1)
+    assert relative_error(got, s.expected[PROMPT - 1 :]) <= LIMIT
+
+
 @pytest.mark.parametrize("name", ["gemma3", "phi4_mini", "gpt2"])
 def test_a_checkpoint_generates_the_likeliest_tokens(subject: Find, opened: Open, name: str) -> None:
     """From the files through the engine, several prompts in one batch."""

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from megakernel.architectures import known_models, shape_config, shape_names
 from megakernel.builder.build import make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
 from megakernel.device import cuda, cuda_compiler
-from megakernel.errors import DeviceUnavailable, NoCompiler, ProgramError, TargetError
+from megakernel.device.cuda_compiler import STAGE_BYTES
+from megakernel.errors import DeviceUnavailable, LoweringError, NoCompiler, ProgramError, TargetError
 from megakernel.target import TARGETS, find_target
 
 CONFIG: Mapping[str, Any] = {
@@ -114,6 +116,54 @@ def _functions(cubin: bytes, names: tuple[str, ...]) -> list[tuple[int, int]]:
 @needs_wheels
 def test_the_flavour_with_random_delays_compiles() -> None:
     assert built("sm_90a", chaos=True)[0] != built("sm_90a")[0]
+
+
+def _compiles(shape: str, name: str) -> None:
+    target = find_target(name)
+    plan = make_plan(shape_config(shape), target, max_context=4096, max_slots=1)
+    assert plan.lowered.piece_tokens * plan.lowered.head_dim * 4 <= cuda_compiler.stages_of(target) * STAGE_BYTES
+    _, log = cuda_compiler.compile_cubin(plan_source(plan), INCLUDE, cuda_compiler.compile_flags(target, False, False))
+    assert "error" not in log
+
+
+@needs_wheels
+def test_a_page_of_large_heads_takes_two_stages() -> None:
+    _compiles("gemma-3-1b", "sm_90a")
+
+
+ARCHITECTURES = set(known_models())
+SHAPES = [name for name in shape_names() if ARCHITECTURES & set(shape_config(name)["architectures"])]
+
+
+@needs_wheels
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_published_shape_compiles(shape: str) -> None:
+    _compiles(shape, "sm_90a")
+
+
+@needs_wheels
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["gemma-3-1b", "qwen3-0.6b", "llama-3.2-1b"])
+def test_the_smallest_ring_holds_the_pages_of_an_item(shape: str) -> None:
+    _compiles(shape, "sm_86")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"dtype": "f32"}, "dtype 'f32': sm_90a multiplies 16-bit elements; choose bf16 or f16, or the cpu device"),
+        ({}, {"kv_dtype": "f32"}, "dtype 'f32': sm_90a multiplies 16-bit"),
+        ({"head_dim": 40}, {}, "head_dim 40 is no multiple of 32, which sm_90a needs"),
+        ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "head_dim": 96, "hidden_size": 384}, {},
+         "half of rotary_dim 96 is no multiple of 32, which sm_90a needs where a norm lies between"),
+    ],
+)  # fmt: skip
+def test_what_the_matrix_cores_cannot_take_is_an_error_before_the_compiler(
+    change: Mapping[str, Any], options: Mapping[str, Any], message: str
+) -> None:
+    with pytest.raises(LoweringError, match=re.escape(message)):
+        make_plan({**CONFIG, **change}, find_target("sm_90a"), **options)
 
 
 def test_the_ring_fits_every_shared_memory() -> None:
