@@ -299,6 +299,54 @@ def bench(
             errors.print(f"{row.program}: {row.note}", markup=False)
 
 
+@app.command("bisect")
+@reported
+def bisect_command(
+    model: Model,
+    device: DeviceName = "cpu",
+    dtype: Dtype = "bf16",
+    tokens: Annotated[int, typer.Option(help="Random tokens of the prompt.")] = 8,
+    token_ids: Annotated[str | None, typer.Option(help="The prompt as ids, 1,2,3, in place of random ones.")] = None,
+    workers: Workers = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Relative error above which a tensor is bad; by default that of the dtype.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random tokens, and of a shape's random weights.")] = 0,
+    every: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the bad ones.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a step on the device, compare every tensor with the interpreter, and name the first bad task.
+
+    Ends with 1 when there is one. Needs the extra [torch]."""
+    from megakernel.bisect import bisect
+
+    prompt = _ids(token_ids) if token_ids is not None else tokens
+    with Stages(as_json) as progress:
+        found = bisect(
+            model, device=device, dtype=dtype, tokens=prompt, workers=workers, limit=limit, seed=seed, progress=progress
+        )
+    bad = [f for f in found if f.bad]
+    shown = found if every else bad
+    if as_json:
+        for f in shown:
+            emit({**asdict(f), "bad": f.bad})
+        emit({"tensors": len(found), "bad": len(bad), "first_bad": bad[0].node if bad else None})
+    elif shown:
+        table(
+            ("node", "task", "error", "limit", "row", "column", "got", "expected", "tile", "worker"),
+            [
+                (f.node, f.task, f"{f.error:.1e}{' BAD' if f.bad else ''}", f"{f.limit:.0e}", f.row, f.column,
+                 f"{f.got:.6g}", f"{f.expected:.6g}", f.tile if f.tile >= 0 else "", f.worker if f.worker >= 0 else "")
+                for f in shown
+            ],
+        )  # fmt: skip
+    if bad:
+        b = bad[0]
+        errors.print(f"the first bad task is {b.task} of {b.node}; {len(bad)} of {len(found)} tensors are bad")
+        raise typer.Exit(1)
+    errors.print(f"all {len(found)} tensors agree; the largest error is {max(f.error for f in found):.1e}")
+
+
 @app.command()
 @reported
 def serve(
@@ -367,14 +415,18 @@ def fetch_demo_command(as_json: Json = False) -> None:
         sys.stdout.write(f"{path}\n")
 
 
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as e:
+        raise InvalidRequest(f"--token-ids: expected integers such as 1,2,3, got {text!r}") from e
+
+
 def _prompt(text: str | None, token_ids: str | None, chat: bool) -> Prompt:
     if token_ids is not None:
         if text is not None or chat:
             raise InvalidRequest("--token-ids: expected no text and no --chat beside it")
-        try:
-            return [int(part) for part in token_ids.replace(",", " ").split()]
-        except ValueError as e:
-            raise InvalidRequest(f"--token-ids: expected integers such as 1,2,3, got {token_ids!r}") from e
+        return _ids(token_ids)
     if text is None or text == "-":
         if sys.stdin.isatty():
             raise InvalidRequest("prompt: expected a text, --token-ids, or text on standard input")

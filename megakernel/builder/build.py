@@ -28,7 +28,7 @@ from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.verify import verify
 from megakernel.target import Target
 from megakernel.tasks.record import MAX_ROWS, abi_hash
-from megakernel.tasks.task import Addresses, DType, all_fields
+from megakernel.tasks.task import Addresses, DType, TaskNode, all_fields
 
 Progress = Callable[[str], None]  # name of the stage that begins
 
@@ -43,6 +43,7 @@ class Plan:
     schedule: Schedule
     limits: Limits
     target: Target
+    keeps_tensors: bool = False
 
 
 def build_graph(config: Mapping[str, Any]) -> Graph:
@@ -66,20 +67,23 @@ def plan_graph(
     max_context: int | None = None,
     max_rows: int = MAX_ROWS,
     policy: str = "balanced",
+    keep_tensors: bool = False,
 ) -> Plan:
-    """Tasks, memory and a verified schedule of a graph; needs no compiler and no device."""
+    """Tasks, memory and a verified schedule of a graph; needs no compiler and no device.
+
+    keep_tensors: no two tensors of a step share memory, so that all can be looked at after it."""
     limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, max_rows)
     lowered = lower(graph, target, limits)
     policies = find_policies()
     if policy not in policies:
         raise LoweringError(f"unknown policy {policy!r}; known: {', '.join(policies)}")
-    memory = plan(lowered.nodes, lowered.tensors, reuse=not target.value_edges)
+    memory = plan(lowered.nodes, lowered.tensors, reuse=not (target.value_edges or keep_tensors))
     context = min(512, limits.max_context)
     made = schedule(lowered.nodes, policies[policy](lowered.nodes, target, context), policy, alias=memory.at)
     verify(made, memory.at)
     if target.value_edges:
         made = drop_value_waits(made)
-    return Plan(graph, lowered, memory, made, limits, target)
+    return Plan(graph, lowered, memory, made, limits, target, keep_tensors or target.value_edges)
 
 
 def plan_source(made: Plan, *, chaos: bool = False, trace: bool = False) -> KernelSource:
@@ -100,6 +104,7 @@ def build_program(
     max_context: int | None = None,
     max_rows: int = MAX_ROWS,
     policy: str = "balanced",
+    keep_tensors: bool = False,
     chaos: bool = False,
     trace: bool = False,
     progress: Progress | None = None,
@@ -112,7 +117,7 @@ def build_program(
     say = progress or (lambda _stage: None)
     options: dict[str, Any] = {
         "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
-        "max_rows": max_rows, "policy": policy,
+        "max_rows": max_rows, "policy": policy, "keep_tensors": keep_tensors,
     }  # fmt: skip
     flavour = {"chaos": chaos, "trace": trace}
     entry = program_entry(cache, [dict(config), asdict(target), options, flavour, name, device.compiler_id(target)])
@@ -181,7 +186,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         WorkspaceTensor(t, made.memory.at[t][0], made.memory.at[t][1], size.rows, size.cols, size.dtype)
         for t, size in low.tensors.items()
     )
-    nodes = tuple(NodeInfo(n.name, n.task.name, variant_text(n), n.tiles, n.layer) for n in low.nodes)
+    nodes = tuple(_node_info(n) for n in low.nodes)
     return Manifest(
         format=FORMAT,
         abi_hash=abi_hash(all_fields()),
@@ -210,6 +215,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         stream_bytes=low.stream_bytes,
         workspace_bytes=made.memory.total,
         workspace_copies=2 if target.value_edges else 1,
+        keeps_tensors=made.keeps_tensors,
         counter_count=made.schedule.counters,
         queue_length=queue_length,
         variants=variants,
@@ -220,6 +226,15 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         chaos=source.chaos,
         trace=source.trace,
     )
+
+
+def _node_info(node: TaskNode) -> NodeInfo:
+    written = node.task.writes(node, 0, node.tiles)
+    one = [r for r in node.task.writes(node, 0, 1) if written and r.tensor == written[0].tensor]
+    shared = node.tiles == 1 or (one and one[0].stop - one[0].start < written[0].stop - written[0].start)
+    names = tuple(dict.fromkeys(r.tensor for r in written))
+    cols = one[0].stop - one[0].start if one and shared else 0
+    return NodeInfo(node.name, node.task.name, variant_text(node), node.tiles, node.layer, names, cols)
 
 
 def source_hash(source: KernelSource) -> str:

@@ -18,7 +18,7 @@ from megakernel.errors import ProgramError
 from megakernel.tasks.record import RECORD, abi_hash
 from megakernel.tasks.task import all_fields
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,19 @@ class WorkspaceTensor:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a person wants to know of a node when reading a fault or a timeline."""
+    """What a person wants to know of a node when reading a fault or a timeline.
+
+    writes: its tensors. tile_cols: columns of the first of them that a tile writes; 0 where the tiles share out
+    something else.
+    """
 
     name: str
     task: str
     variant: str
     tiles: int
     layer: int
+    writes: tuple[str, ...] = ()
+    tile_cols: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,7 @@ class Manifest:
     chaos: bool = False
     trace: bool = False
     workspace_copies: int = 1  # 2: even and odd steps have their own
+    keeps_tensors: bool = False  # no two tensors of a step share memory
 
     def tensor(self, name: str) -> WorkspaceTensor:
         for t in self.tensors:
@@ -149,7 +156,7 @@ class Manifest:
             got = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
             raise ProgramError(f"manifest format {got}, this version reads {FORMAT}; build the program again")
         try:
-            raw["nodes"] = tuple(NodeInfo(**n) for n in raw["nodes"])
+            raw["nodes"] = tuple(NodeInfo(**{**n, "writes": tuple(n["writes"])}) for n in raw["nodes"])
             raw["weights"] = tuple(
                 PackedWeight(**{**w, "parts": tuple(WeightPart(**p) for p in w["parts"])}) for w in raw["weights"]
             )

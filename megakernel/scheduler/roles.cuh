@@ -215,7 +215,8 @@ MK_DEVICE void watch(Worker& w, Ready ready, abi::FaultKind kind) {
     if (turns % 64 != 0) continue;
     const uint64_t now = dev::clock_ns();
     if (began == 0) began = now;
-    const bool stopped = dev::load_volatile(&b.stop) != 0, late = now - began >= w.args.spin_budget_ns;
+    // Twice the budget of other waits: the one that is at the root of a hang is to speak first.
+    const bool stopped = dev::load_volatile(&b.stop) != 0, late = now - began >= 2 * w.args.spin_budget_ns;
     if (!stopped && !late && !w.aborted()) continue;
     if (w.warp_lane() == 0) {
       if (stopped) {

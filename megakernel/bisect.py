@@ -1,0 +1,198 @@
+"""Find the first task that computes something wrong: a step on the device, tensor by tensor beside the interpreter.
+
+The program is built so that no two tensors of a step share memory. After the step that ends a prompt every tensor of
+the workspace is there, and the first one that is off names the task, and its largest error the tile and the worker. A
+task that never ends is a fault, which names itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.builder.build import build_graph
+from megakernel.builder.program import Manifest, Program
+from megakernel.errors import CapacityError, InvalidRequest
+from megakernel.graph import Graph, Node
+from megakernel.opening import build, load, target_of
+from megakernel.origin import Origin, Progress, open_origin
+from megakernel.probe import forced_logits
+from megakernel.runtime import Runtime
+from megakernel.settings import Settings, read_settings
+
+Array = npt.NDArray[np.float32]
+LIMITS: Mapping[str, float] = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}  # relative error, 2-norm of a row
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One tensor of the step. `error`: the largest relative error of a row (2-norm); `row`, `column`: where the largest
+    single difference is; `got`, `expected` there; `tile` and `worker`: who computes that column, -1 where the tiles of
+    the task do not share out the columns."""
+
+    node: str
+    task: str
+    tensor: str
+    layer: int
+    error: float
+    limit: float
+    row: int
+    column: int
+    got: float
+    expected: float
+    tile: int
+    worker: int
+
+    @property
+    def bad(self) -> bool:
+        return not self.error <= self.limit
+
+
+def bisect(
+    model: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "bf16",
+    tokens: Sequence[int] | int = 8,
+    workers: int | None = None,
+    limit: float | None = None,
+    seed: int = 0,
+    settings: Settings | None = None,
+    progress: Progress | None = None,
+) -> tuple[Finding, ...]:
+    """Every tensor of the step that ends the prompt `tokens` (ids, or how many random ones), in the order of the tasks.
+
+    limit: relative error above which a tensor is bad; None takes that of `dtype`. Raises what opening a model raises,
+    DeviceFault for a task that never ends, MissingExtra without torch."""
+    from megakernel.devices import open_device
+
+    chosen = settings or read_settings()
+    where = open_device(device)
+    origin = open_origin(model, dtype=dtype, seed=seed, cache=chosen.cache, progress=progress)
+    try:
+        graph = build_graph(origin.config)
+        ids = _prompt(tokens, graph, seed)
+        program = build(
+            origin, target_of(where, None, workers, chosen), where, chosen, progress, dtype=dtype, max_slots=1,
+            max_context=min(graph.config.max_positions, len(ids) + 1), keep_tensors=True,
+        )  # fmt: skip
+        runtime = load(program, where, origin, chosen, progress=progress)
+        try:
+            return compare(runtime, graph, origin, ids, LIMITS[dtype] if limit is None else limit)
+        finally:
+            runtime.close()
+    finally:
+        origin.close()
+
+
+def _prompt(tokens: Sequence[int] | int, graph: Graph, seed: int) -> list[int]:
+    room = graph.config.max_positions - 1
+    wanted = tokens if isinstance(tokens, int) else len(tokens)
+    if not 1 <= wanted <= room:
+        raise CapacityError(f"bisect: expected 1 to {room} tokens, got {wanted}")
+    if not isinstance(tokens, int):
+        return [int(i) for i in tokens]
+    return [int(i) for i in np.random.default_rng(seed).integers(0, graph.config.vocab, tokens)]
+
+
+def compare(runtime: Runtime, graph: Graph, origin: Origin, ids: Sequence[int], limit: float) -> tuple[Finding, ...]:
+    """The findings of one prompt on an open runtime, whose program keeps its tensors and which runs nothing else."""
+    m = runtime.manifest
+    if not m.keeps_tensors:
+        raise InvalidRequest(f"program {m.name} reuses the memory of its tensors; build it with keep_tensors")
+    forced_logits(runtime, ids, len(ids) - 1)
+    everything = slice(None)
+    values = graph.interpret(lambda name: origin.read(name, m.dtype, everything), ids, keep="all")
+    expected = {name: np.asarray(value, np.float32) for name, value in values.items()}
+    expected |= _projections(graph, expected, m)
+    first = (len(ids) - 1) // m.max_rows * m.max_rows  # of the tokens in the last step
+    found = []
+    for node, tensor in _written(runtime.program):
+        if tensor not in expected or m.tensor(tensor).dtype != "f32":
+            continue
+        want = expected[tensor][-1:] if tensor == graph.output else expected[tensor][first:]
+        got = runtime.tensor(tensor)[: len(want), : want.shape[1]]
+        found.append(_finding(runtime.program, node, tensor, got, want, limit))
+    return tuple(found)
+
+
+def _written(program: Program) -> list[tuple[int, str]]:
+    """(node, tensor it writes), in the order of the nodes."""
+    m = program.manifest
+    return [(n, t) for n, info in enumerate(m.nodes) for t in info.writes]
+
+
+def _projections(graph: Graph, values: Mapping[str, Array], manifest: Manifest) -> dict[str, Array]:
+    """Queries, keys and values of an attention, which the tasks keep side by side in one tensor."""
+    out = {}
+    for node in graph.nodes:
+        if node.op != "attention":
+            continue
+        linears = [_linear(graph, name) for name in node.inputs]
+        joined = np.concatenate([values[n.output] for n in linears], axis=1)
+        whole = [graph.producer(n) for n in node.inputs[:2]]
+        out[f"{node.name}.projected"] = joined
+        out[f"{node.name}.qkv"] = joined
+        normed = [_whole_norm(graph, n) for n in whole if n is not None]
+        if any(normed):
+            parts = [values[n.output] for n in normed if n is not None]
+            out[f"{node.name}.qkv"] = np.concatenate([*parts, values[linears[2].output]], axis=1)
+    return {name: _paired(value, name, manifest) for name, value in out.items()}
+
+
+def _linear(graph: Graph, name: str) -> Node:
+    node = graph.producer(name)
+    while node is not None and node.op != "linear":
+        node = graph.producer(node.inputs[0])
+    assert node is not None, name
+    return node
+
+
+def _whole_norm(graph: Graph, node: Node) -> Node | None:
+    """The norm over all heads between a projection and its attention."""
+    at: Node | None = node
+    while at is not None and at.op != "linear":
+        if at.op == "rms_norm" and not at.attrs["group"]:
+            return at
+        at = graph.producer(at.inputs[0])
+    return None
+
+
+def _paired(value: Array, tensor: str, manifest: Manifest) -> Array:
+    """The columns in the order in which the packed weights have their rows."""
+    packed = next((w for w in manifest.weights if w.name == f"{tensor}.weight"), None)
+    if packed is None or not any(p.half for p in packed.parts):
+        return value
+    order, at = [], 0
+    for part in packed.parts:
+        size = packed.n if part.stop < 0 else part.stop - part.start
+        order.append(at + part.source_rows(0, size))
+        at += size
+    return value[:, np.concatenate(order)]
+
+
+def _finding(program: Program, node: int, tensor: str, got: Array, want: Array, limit: float) -> Finding:
+    info = program.manifest.nodes[node]
+    with np.errstate(all="ignore"):
+        errors = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
+    off = np.where(np.isfinite(got), np.abs(got - want), np.inf)
+    row, column = (int(i) for i in np.unravel_index(int(off.argmax()), off.shape))
+    tile = column // info.tile_cols if info.tile_cols else -1
+    error = float(np.nan_to_num(errors, nan=np.inf).max())
+    return Finding(
+        info.name, info.task, tensor, info.layer, error, limit, row, column, float(got[row, column]),
+        float(want[row, column]), tile, _worker(program, node, tile),
+    )  # fmt: skip
+
+
+def _worker(program: Program, node: int, tile: int) -> int:
+    records: Any = program.records
+    first = records["tile_begin"].astype(np.int64)
+    mine = (records["node"] == node) & (records["opcode"] != 0xFFFF)
+    mine &= (first <= tile) & (tile < first + records["tile_count"])
+    return int(np.nonzero(mine.any(axis=1))[0][0]) if tile >= 0 and mine.any() else -1

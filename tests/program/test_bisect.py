@@ -1,0 +1,133 @@
+"""The first task that computes something wrong is found, and nothing else is blamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megakernel.architectures import RandomWeights, random_weights
+from megakernel.bisect import Finding, compare
+from megakernel.builder.build import build_graph, build_program
+from megakernel.checkpoint import GenerationDefaults
+from megakernel.cli import app
+from megakernel.errors import CapacityError, InvalidRequest
+from megakernel.origin import Origin
+from megakernel.runtime import Runtime
+from megakernel.settings import read_settings
+from tests.models.quick import QuickDevice
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 72, "intermediate_size": 104,
+    "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 263,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+OLMO = {**CONFIG, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+IDS = [int(i) for i in np.random.default_rng(0).integers(0, 263, 21)]  # a step of 16 rows and one of 5
+Change = Callable[[str, np.ndarray], np.ndarray]
+
+
+def findings(config: dict[str, Any], change: Change | None = None, **fields: Any) -> tuple[Finding, ...]:
+    """With the weights that the kernel gets passed through `change`."""
+    device, graph = QuickDevice(), build_graph(config)
+    target = replace(device.target, workers=3, **fields)
+    weights: RandomWeights = random_weights(graph, seed=2)
+    program = build_program(
+        config, target, device, cache=read_settings().cache, dtype="f32", max_context=64, max_slots=1, keep_tensors=True
+    )
+
+    def read(name: str, dtype: str, rows: slice) -> np.ndarray:
+        data = np.array(weights.read(name, dtype, rows))
+        return change(name, data) if change else data
+
+    origin = Origin("tiny", config, lambda n, d, r: np.asarray(weights.read(n, d, r)), None, GenerationDefaults())
+    runtime = Runtime(program, device, read)
+    try:
+        return compare(runtime, graph, origin, IDS, 1e-4)
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"), [(CONFIG, {}), (OLMO, {}), (CONFIG, {"rotary_multiple": 32})], ids=["qwen3", "olmo2", "pairs"]
+)
+def test_every_tensor_of_a_good_step_agrees(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    found = findings(config, **fields)
+    names = {f.tensor for f in found}
+    assert {"embedding", "layers.2.attention.qkv", "layers.1.attention", "layers.0.glu", "logits"} <= names
+    assert not [f for f in found if f.bad]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "node"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", "layers.1.mlp_residual"),
+        ("model.layers.0.self_attn.k_proj.weight", "layers.0.attention.qkv"),
+        ("model.layers.2.self_attn.q_norm.weight", "layers.2.attention.combine"),
+        ("model.norm.weight", "logits"),
+    ],
+)
+def test_the_first_bad_task_is_named(tensor: str, node: str) -> None:
+    found = findings(CONFIG, lambda name, data: data + 0.5 if name == tensor else data)
+    first = next(f for f in found if f.bad)
+    assert first.node == node and first.limit == 1e-4 and first.got != first.expected
+
+
+def test_the_tile_and_the_worker_are_named() -> None:
+    """One weight of one output is wrong: its column, the tile of that column, and the worker with that tile."""
+
+    def change(name: str, data: np.ndarray) -> np.ndarray:
+        if name == "model.layers.1.self_attn.o_proj.weight":
+            data[50, 3] += 4.0
+        return data
+
+    first = next(f for f in findings(CONFIG, change) if f.bad)
+    assert (first.node, first.column, first.tile) == ("layers.1.attention_residual", 50, 50 // 32)
+    assert 0 <= first.worker < 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    from safetensors.numpy import save_file
+
+    path = tmp_path_factory.mktemp("bisect")
+    weights = random_weights(build_graph(CONFIG), seed=2)
+    from megakernel.architectures import parameter_shapes
+
+    save_file({n: np.array(weights.read(n)) for n in parameter_shapes(build_graph(CONFIG))}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    yield path
+
+
+def test_the_command(folder: Path) -> None:
+    run = CliRunner().invoke(app, ["bisect", str(folder), "--dtype", "f32", "--json", "--all"])
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert run.exit_code == 0 and lines[-1]["bad"] == 0 and lines[-1]["tensors"] == len(lines) - 1
+    run = CliRunner().invoke(app, ["bisect", str(folder), "--dtype", "f32", "--json", "--limit", "0"])
+    assert run.exit_code == 1 and json.loads(run.stdout.splitlines()[-1])["first_bad"] == "layers.0.attention.qkv"
+    run = CliRunner().invoke(app, ["bisect", str(folder), "--tokens", "128"])
+    assert run.exit_code == 1 and "expected 1 to 127 tokens, got 128" in run.output
+
+
+def test_a_program_that_reuses_memory_is_refused() -> None:
+    device, graph = QuickDevice(), build_graph(CONFIG)
+    program = build_program(CONFIG, device.target, device, cache=read_settings().cache, dtype="f32", max_context=64)
+    weights = random_weights(graph, seed=2)
+    runtime = Runtime(program, device, weights.read)
+    origin = Origin("tiny", CONFIG, lambda n, d, r: np.asarray(weights.read(n, d, r)), None, GenerationDefaults())
+    try:
+        with pytest.raises(InvalidRequest, match="keep_tensors"):
+            compare(runtime, graph, origin, IDS, 1e-4)
+        with pytest.raises(CapacityError):
+            from megakernel.bisect import _prompt
+
+            _prompt(0, graph, 0)
+    finally:
+        runtime.close()
