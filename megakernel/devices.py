@@ -24,14 +24,20 @@ def list_devices() -> list[Device]:
     return found
 
 
-def open_device(name: str) -> Device:
-    """The device called `name` ("cpu", "cuda" or "cuda:0", ...). Raises DeviceUnavailable with the reason."""
+def find_device(name: str) -> Device:
+    """The device called `name` ("cpu", "cuda" or "cuda:0", ...), usable or not. Raises DeviceUnavailable."""
     devices = list_devices()
     wanted = [d for d in devices if d.name == name or d.name.split(":")[0] == name]
     if not wanted:
         known = ", ".join(d.name for d in devices)
         raise DeviceUnavailable(f"no device {name!r}; known: {known}")
-    state = wanted[0].availability()
+    return wanted[0]
+
+
+def open_device(name: str) -> Device:
+    """`find_device`, which must be usable. Raises DeviceUnavailable with the reason."""
+    device = find_device(name)
+    state = device.availability()
     if not state.usable:
         raise DeviceUnavailable(f"device {name}: {state.reason}")
-    return wanted[0]
+    return device

@@ -8,7 +8,7 @@ from typing import Any
 from megakernel.builder.build import build_program
 from megakernel.builder.program import Program
 from megakernel.device.device import Device
-from megakernel.devices import list_devices, open_device
+from megakernel.devices import find_device, list_devices, open_device
 from megakernel.errors import DeviceUnavailable
 from megakernel.origin import Origin, Progress, open_origin
 from megakernel.runtime import Runtime
@@ -49,8 +49,10 @@ def compile(
 
 def planned_target(target: str | None, device: str | None, workers: int | None, settings: Settings) -> Target:
     """The named target, whose hardware and compiler need not be here, or that of `device`, or of the CPU."""
-    if device is not None or target is None:
-        return target_of(open_device(device or "cpu"), target, workers, settings)
+    if device is not None and device != "cpu":
+        return target_of(open_device(device), target, workers, settings)
+    if device is not None or target is None:  # the processor's target is known without a compiler
+        return target_of(find_device("cpu"), target, workers, settings)
     goal, count = find_target(target), workers or settings.workers
     return goal.with_workers(count) if count else goal
 

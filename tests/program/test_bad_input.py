@@ -337,6 +337,9 @@ def test_no_compiler(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     check_message(result.stderr, words)
     result = command("devices", "--json")
     assert result.exit_code == 0 and "no C++ compiler" in result.stdout
+    for words in (("schedule", model), ("source", model), ("source", model, "--device", "cpu")):  # these need none
+        result = command(*words, env={"MEGAKERNEL_CACHE": str(tmp_path / "cache")})
+        assert result.exit_code == 0, result.output
 
 
 def test_a_compiler_that_is_not_there(model: Path, tmp_path: Path) -> None:
