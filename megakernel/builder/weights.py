@@ -25,7 +25,7 @@ Read = Callable[[str, str, slice], Array]  # (tensor, dtype, rows) -> [rows, col
 Write = Callable[[int, Array], None]  # (byte offset in the weights segment, data)
 Progress = Callable[[int], None]  # bytes written since the last call
 
-SLAB_BYTES = 32 << 20
+SLAB_BYTES = 4 << 20
 
 
 def pack_weights(

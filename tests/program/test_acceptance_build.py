@@ -70,3 +70,31 @@ def test_the_first_token(
     with capsys.disabled():
         print(f"\n{dtype}: first token of a 32-token prompt after {min(found):.3f} s")
     assert min(found) < FIRST_TOKEN_S
+
+
+PEAK = """
+import json, sys
+from pathlib import Path
+from megakernel import LLM
+
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(name))
+
+before = kilobytes("VmRSS")
+with LLM(sys.argv[1], dtype=sys.argv[2], max_slots=1, max_context=64) as llm:
+    print(json.dumps({"grown": (kilobytes("VmHWM") - before) * 1024, "weights": llm.memory().weights}))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_peak_memory_of_loading(subject: Subject, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """All that the process grows by, tokenizer and cache too, against the weights as the device has them."""
+    if not subject.real:
+        pytest.skip("the tiny model's weights are less than the interpreter's own memory")
+    line = [sys.executable, "-c", PEAK, str(subject.path), dtype]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    with capsys.disabled():
+        print(f"\n{dtype}: loading takes {said['grown'] / said['weights']:.2f} x the weights")
+    assert said["grown"] <= 1.3 * said["weights"]
