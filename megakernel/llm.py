@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 
@@ -106,7 +107,9 @@ class LLM:
         Output for every token of any prompt as it comes, whose end cancels what is not read.
 
         Raises InvalidRequest, CapacityError, DeviceFault, EngineClosed."""
-        chosen = params or SamplingParams()
+        chosen = SamplingParams() if params is None else params
+        if not isinstance(chosen, SamplingParams):
+            raise InvalidRequest(f"params: expected one SamplingParams for all prompts, got {chosen!r:.80}")
         if chosen.stop_texts and self.tokenizer is None:
             raise InvalidRequest(f"stop: {self.name} has no tokenizer, so no text to stop at; use stop_token_ids")
         encoded = [self._encode(p) for p in _prompt_list(prompts)]
@@ -140,7 +143,10 @@ class LLM:
             if self.tokenizer is None:
                 raise InvalidRequest(f"prompt: {self.name} has no tokenizer; give token ids instead of a text")
             return prompt, self.tokenizer.encode(prompt)
-        return None, [int(i) for i in prompt]
+        try:
+            return None, [operator.index(i) for i in prompt]
+        except TypeError as error:
+            raise InvalidRequest(f"prompt: expected a text or token ids, got {prompt!r:.80}") from error
 
     # ------------------------------------------------------------------------------------------ looking inside
     def logits(self, token_ids: Sequence[int], start: int = 0) -> npt.NDArray[np.float32]:
@@ -172,6 +178,8 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text, a list of ids, a list of texts, a list of lists of ids."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"prompt: expected a text or token ids, got {prompts!r:.80}")
     items = list(prompts)
     if items and not isinstance(items[0], (str, Sequence, np.ndarray)):
         return [items]  # type: ignore[list-item]  # ids of one prompt

@@ -80,6 +80,18 @@ def test_an_empty_prompt_is_refused(llm: FakeLLM, bad: list) -> None:
         llm.generate(bad)
 
 
+@pytest.mark.parametrize("bad", [5, None, [1.7, 2.2], [["1", "2"]], [None], [[float("nan")]]])
+def test_a_prompt_that_is_neither_text_nor_ids(llm: FakeLLM, bad: object) -> None:
+    with pytest.raises(InvalidRequest, match="expected a text or token ids"):
+        llm.generate(bad)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("bad", [[SamplingParams()], {"max_tokens": 3}, 3, {}])
+def test_params_of_another_type(llm: FakeLLM, bad: object) -> None:
+    with pytest.raises(InvalidRequest, match="one SamplingParams"):
+        llm.generate([1], bad)  # type: ignore[call-overload]
+
+
 def test_streams_add_up_to_the_whole(llm: FakeLLM) -> None:
     texts, counts, reasons = ["", ""], [0, 0], [None, None]
     for output in llm.generate([[1], [2]], greedy(9), stream=True):
