@@ -87,7 +87,7 @@ class Fields:
     def activation(self, name: str, default: str) -> str:
         """The Graph's name of an activation."""
         value = self._value(name, default, "an activation")
-        if value not in ACTIVATIONS:
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.wrong(name, f"one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 

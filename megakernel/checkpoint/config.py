@@ -64,16 +64,16 @@ def normalise_rope(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
     theta = old["rope_theta"]
     if any(kind in given for kind in LAYER_TYPES):
         out["rope_parameters"] = {
-            kind: _one_rope(value, theta, out) for kind, value in given.items() if value is not None
+            kind: _one_rope(value, theta, out, where) for kind, value in given.items() if value is not None
         }
     elif old["rope_local_base_freq"] is not None:
         out["rope_parameters"] = {
-            "full_attention": _one_rope(given, theta, out),
-            "sliding_attention": _one_rope({}, old["rope_local_base_freq"], out),
+            "full_attention": _one_rope(given, theta, out, where),
+            "sliding_attention": _one_rope({}, old["rope_local_base_freq"], out, where),
         }
     elif given or theta is not None or "rms_norm_eps" in out:
         stated = given.get("rope_theta")
-        if theta is not None and stated is not None and float(theta) != float(stated):
+        if theta is not None and stated is not None and theta != stated:
             raise problem(
                 "rope_theta contradicts rope_parameters.rope_theta",
                 where,
@@ -81,14 +81,20 @@ def normalise_rope(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
                 got=stated,
                 todo="remove one",
             )
-        out["rope_parameters"] = _one_rope(given, theta, out)
+        out["rope_parameters"] = _one_rope(given, theta, out, where)
     return out
 
 
-def _one_rope(given: Mapping[str, Any], theta: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _one_rope(given: Any, theta: Any, config: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise problem("rope_parameters is not an object", where, got=repr(given))
     rope = {key: value for key, value in given.items() if key != "type"}
     rope.setdefault("rope_type", given.get("type", "default"))
-    rope["rope_theta"] = float(rope.get("rope_theta") or theta or 10000.0)
+    stated = rope.get("rope_theta")
+    base = next((value for value in (stated, theta) if value is not None), 10000.0)
+    if isinstance(base, bool) or not isinstance(base, (int, float)) or base <= 0:
+        raise problem("rope_theta is not a base", where, expected="a number above 0", got=repr(base))
+    rope["rope_theta"] = float(base)
     if config.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     if rope["rope_type"] in ("llama3", "yarn", "longrope"):

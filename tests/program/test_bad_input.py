@@ -132,6 +132,13 @@ CHECKPOINTS = (
         ("LlamaForCausalLM",),
     ),
     Bad("unknown_field", lambda f: edit_config(f, use_alibi=True), UnsupportedConfig, ("use_alibi = True",)),
+    Bad("theta_text", lambda f: edit_config(f, rope_theta="x"), CheckpointError, ("rope_theta", "got: 'x'")),
+    Bad("theta_zero", lambda f: edit_config(f, rope_theta=0), CheckpointError, ("rope_theta", "above 0", "got: 0")),
+    Bad(
+        "rope_of_a_kind", lambda f: edit_config(f, rope_parameters={"full_attention": 3}), CheckpointError,
+        ("rope_parameters is not an object", "got: 3"),
+    ),
+    Bad("activation_list", lambda f: edit_config(f, hidden_act=["silu"]), UnsupportedConfig, ("hidden_act", "silu")),
     Bad("size_of_zero", lambda f: edit_config(f, hidden_size=0), UnsupportedConfig, ("hidden_size", "got 0")),
     Bad("nan", lambda f: edit_tensors(f, set_item(UP, np.nan)), CheckpointError, (UP, "nan", "[2, 5]"), F32),
     Bad("infinity", lambda f: edit_tensors(f, set_item(UP, -np.inf)), CheckpointError, (UP, "-inf", "[2, 5]"), F32),
