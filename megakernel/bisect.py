@@ -128,7 +128,7 @@ def _written(program: Program) -> list[tuple[int, str]]:
 
 
 def _projections(graph: Graph, values: Mapping[str, Array], manifest: Manifest) -> dict[str, Array]:
-    """Queries, keys and values of an attention, which the tasks keep side by side in one tensor."""
+    """Queries, keys and values of an attention, which the tasks keep side by side in one tensor; padded outputs."""
     out = {}
     for node in graph.nodes:
         if node.op != "attention":
@@ -142,7 +142,13 @@ def _projections(graph: Graph, values: Mapping[str, Array], manifest: Manifest) 
         if any(normed):
             parts = [values[n.output] for n in normed if n is not None]
             out[f"{node.name}.qkv"] = np.concatenate([*parts, values[linears[2].output]], axis=1)
-    return {name: _paired(value, name, manifest) for name, value in out.items()}
+    out = {name: _ordered(value, name, manifest) for name, value in out.items()}
+    for node in graph.nodes:
+        if node.op == "attention" and node.attrs["head_dim"] != manifest.head_dim:
+            heads = values[node.output].reshape(-1, node.attrs["heads"], node.attrs["head_dim"])
+            blank = manifest.head_dim - node.attrs["head_dim"]
+            out[node.output] = np.pad(heads, ((0, 0), (0, 0), (0, blank))).reshape(len(heads), -1)
+    return out
 
 
 def _linear(graph: Graph, name: str) -> Node:
@@ -163,17 +169,20 @@ def _whole_norm(graph: Graph, node: Node) -> Node | None:
     return None
 
 
-def _paired(value: Array, tensor: str, manifest: Manifest) -> Array:
+def _ordered(value: Array, tensor: str, manifest: Manifest) -> Array:
     """The columns in the order in which the packed weights have their rows."""
-    packed = next((w for w in manifest.weights if w.name == f"{tensor}.weight"), None)
-    if packed is None or not any(p.half for p in packed.parts):
+    names = (f"{tensor}.weight", f"{tensor.removesuffix('.qkv')}.projected.weight")
+    packed = next((w for w in manifest.weights if w.name in names), None)
+    if packed is None or not any(p.head for p in packed.parts):
         return value
-    order, at = [], 0
+    columns, at = [], 0
     for part in packed.parts:
-        size = packed.n if part.stop < 0 else part.stop - part.start
-        order.append(at + part.source_rows(0, size))
+        size = part.stop - part.start
+        where = part.source_rows(0, part.rows(size))
+        columns.append(np.where(where >= 0, at + where, -1))
         at += size
-    return value[:, np.concatenate(order)]
+    order = np.concatenate(columns)
+    return np.where(order >= 0, value[:, order], np.float32(0))
 
 
 def _finding(program: Program, node: int, tensor: str, got: Array, want: Array, limit: float) -> Finding:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megakernel.builder.fuse import FusedAttention, FusedEmbedding, FusedMatmul, FusedNorm, Norm, fuse
+from megakernel.builder.heads import HeadOrder, head_orders
 from megakernel.builder.layout import weight_layout
 from megakernel.builder.memory import TensorSize
 from megakernel.builder.program import PackedWeight, WeightPart
@@ -87,14 +88,12 @@ class _Lowering:
     at: int = 0
     kv_layers: int = 0
     kv: tuple[int, int] | None = None  # heads and head_dim, the same in every layer
-    pairs: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a qkv tensor: head_dim, half of the rotation
+    heads: dict[str, HeadOrder] = field(default_factory=dict)  # of tensors of q, k and v
+    outputs: dict[str, HeadOrder] = field(default_factory=dict)  # of padded outputs of attentions
 
     def run(self) -> Lowered:
         fused = fuse(self.graph)
-        projections = {item.output for item in fused if isinstance(item, FusedMatmul)}
-        for item in fused:
-            if isinstance(item, FusedAttention):
-                self._check_attention(item, projections)
+        self.heads, self.outputs = head_orders(fused, self.target)
         for item in fused:
             if isinstance(item, FusedEmbedding):
                 self._embedding(item)
@@ -117,24 +116,6 @@ class _Lowering:
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ nodes
-    def _check_attention(self, item: FusedAttention, projections: Collection[str]) -> None:
-        """Sizes that the target's attention cannot take; rotations whose pairs it wants side by side."""
-        target, half = self.target, item.rope.rotary_dim // 2 if item.rope else 0
-        if item.head_dim % target.head_multiple:
-            raise LoweringError(
-                f"node {item.name}: head_dim {item.head_dim} is no multiple of {target.head_multiple}, which "
-                f"{target.name} needs; the cpu device takes it"
-            )
-        if item.rope is None or item.rope.interleaved or half % target.rotary_multiple == 0:
-            return
-        if item.qkv not in projections:
-            raise LoweringError(
-                f"node {item.name}: half of rotary_dim {2 * half} is no multiple of {target.rotary_multiple}, which "
-                f"{target.name} needs where a norm lies between the projection and the rotation; the cpu device takes "
-                "it"
-            )
-        self.pairs[item.qkv] = (item.head_dim, half)
-
     def _embedding(self, item: FusedEmbedding) -> None:
         table = self.graph.tensor(item.table)
         cols = table.cols
@@ -156,6 +137,10 @@ class _Lowering:
         kinds = {n.kind for n in item.norms}
         if len(kinds) > 1 or len(item.norms) > 2 or len({n.eps for n in item.norms}) > 1:
             raise LoweringError(f"node {item.name}: its norms differ in kind or eps")
+        order = self.heads.get(item.output)  # of heads normed together
+        if order and order.share != 1 and kinds != {"rms"}:
+            raise LoweringError(f"node {item.name}: {kinds} of heads of {order.size}, which {self.target.name} pads")
+        widths = tuple(order.cols(w) if order else w for w in item.widths)
         betas = tuple(self.graph.tensor(n.beta) for n in item.norms if n.beta is not None)
         beta = self._weight(f"{item.name}.beta", "vector", sum(b.cols for b in betas), 0, betas) if betas else None
         self._tensor(item.output, cols)
@@ -163,9 +148,9 @@ class _Lowering:
             norm.node(
                 item.name, cols=cols, input=item.input, output=item.output,
                 norming=norm.Norming[kinds.pop().upper()] if kinds else norm.Norming.NONE,
-                gamma=self._gamma(f"{item.name}.gamma", *item.norms), beta=beta,
-                eps=item.norms[0].eps if item.norms else 0.0, scale=item.scale, residual=item.residual,
-                parts=(item.widths[0], sum(item.widths[1:])) if item.widths else None,
+                gamma=self._gamma(f"{item.name}.gamma", *item.norms, order=order), beta=beta,
+                eps=item.norms[0].eps * (order.share if order else 1.0) if item.norms else 0.0, scale=item.scale,
+                residual=item.residual, parts=(widths[0], sum(widths[1:])) if widths else None,
                 tile_cols=norm_tile(self.target, cols), layer=item.layer,
             )
         )  # fmt: skip
@@ -173,12 +158,14 @@ class _Lowering:
     def _matmul(self, item: FusedMatmul) -> None:
         parts = tuple(self.graph.tensor(w) for w in item.weights)
         glu = item.epilogue == "glu"
+        order, inner = self.heads.get(item.output), self.outputs.get(item.input)
         rows, k = sum(_rows(p) for p in parts), parts[0].cols
+        rows, k = order.cols(rows) if order else rows, inner.cols(k) if inner else k
         n = rows // 2 if glu else rows
         packed_rows = -(-n // (self.target.tile_n // 2)) * self.target.tile_n if glu else rows
         layout = weight_layout(self.target, self.limits.dtype, packed_rows, k)
-        kind, paired = "interleaved" if glu else "matrix", self.pairs.get(item.output)
-        weight = self._weight(f"{item.name}.weight", kind, rows, k, parts, layout.bytes, paired=paired)
+        kind = "interleaved" if glu else "matrix"
+        weight = self._weight(f"{item.name}.weight", kind, rows, k, parts, layout.bytes, order=order, inner=inner)
         bias = self._bias(item, parts, layout.n_padded, glu)
         self._tensor(item.output, n)
         self.nodes.append(
@@ -192,34 +179,36 @@ class _Lowering:
         )  # fmt: skip
 
     def _attention(self, item: FusedAttention) -> None:
-        shape = (item.kv_heads, item.head_dim)
+        order = self.heads.get(item.qkv)
+        head_dim, share = (order.padded, order.share) if order else (item.head_dim, 1.0)
+        shape = (item.kv_heads, head_dim)
         if self.kv not in (None, shape):
             raise LoweringError(f"node {item.name}: {shape} KV heads and head_dim, other layers have {self.kv}")
         self.kv = shape
-        pages = page_tokens(self.target, item.head_dim, self.limits.kv_dtype)
-        piece, pieces = self._piece(pages, item.head_dim), self._pieces(pages, item.head_dim)
-        (cos, sin), paired = self._tables(item.rope), self.pairs.get(item.qkv)
+        pages = page_tokens(self.target, head_dim, self.limits.kv_dtype)
+        piece, pieces = self._piece(pages, head_dim), self._pieces(pages, head_dim)
+        cos, sin = self._tables(item.rope)
         if item.q_norm and item.k_norm and item.q_norm.eps != item.k_norm.eps:
             raise LoweringError(f"node {item.name}: q and k norms have different eps")
-        eps = next((n.eps for n in (item.q_norm, item.k_norm) if n), 0.0)
+        eps = share * next((n.eps for n in (item.q_norm, item.k_norm) if n), 0.0)
         partials = f"{item.name}.partials"
-        self._tensor(partials, item.heads * pieces * (item.head_dim + 2))
-        self._tensor(item.output, item.heads * item.head_dim)
+        self._tensor(partials, item.heads * pieces * (head_dim + 2))
+        self._tensor(item.output, item.heads * head_dim)
         self.nodes.append(
             attention.node(
-                item.name, heads=item.heads, kv_heads=item.kv_heads, head_dim=item.head_dim, qkv=item.qkv,
+                item.name, heads=item.heads, kv_heads=item.kv_heads, head_dim=head_dim, qkv=item.qkv,
                 partials=partials, kv_layer=self.kv_layers, kv_dtype=self.limits.kv_dtype, page_tokens=pages,
                 piece_tokens=piece, max_pieces=pieces, splits=splits(self.target, item.kv_heads), scale=item.scale,
                 cos=cos, sin=sin, rotary_dim=item.rope.rotary_dim if item.rope else None,
-                interleaved=bool(item.rope and item.rope.interleaved) or paired is not None,
-                q_gamma=self._gamma(f"{item.name}.q_gamma", item.q_norm, paired=paired),
-                k_gamma=self._gamma(f"{item.name}.k_gamma", item.k_norm, paired=paired), eps=eps, window=item.window,
+                interleaved=bool(item.rope and item.rope.interleaved) or bool(order and order.half),
+                q_gamma=self._gamma(f"{item.name}.q_gamma", item.q_norm, order=order),
+                k_gamma=self._gamma(f"{item.name}.k_gamma", item.k_norm, order=order), eps=eps, window=item.window,
                 softcap=item.softcap, layer=item.layer,
             )
         )  # fmt: skip
         self.nodes.append(
             combine.node(
-                f"{item.name}.combine", heads=item.heads, kv_heads=item.kv_heads, head_dim=item.head_dim,
+                f"{item.name}.combine", heads=item.heads, kv_heads=item.kv_heads, head_dim=head_dim,
                 partials=partials, output=item.output, piece_tokens=piece, max_pieces=pieces, window=item.window,
                 layer=item.layer,
             )
@@ -256,17 +245,20 @@ class _Lowering:
 
     def _weight(
         self, name: str, kind: str, n: int, k: int, parts: tuple[Tensor, ...], size: int | None = None,
-        add: float = 0.0, rope: int = -1, paired: tuple[int, int] | None = None,
+        add: float = 0.0, rope: int = -1, order: HeadOrder | None = None, inner: HeadOrder | None = None,
+        scale: float = 1.0,
     ) -> str:  # fmt: skip
-        """`paired`: the first two parts are q and k, whose rows are put in pairs."""
+        """`order`: of the rows, which are those of q, k and v, or the elements of a norm; `inner`: of the columns."""
         if size is None:
             size = n * max(k, 1) * (self.limits.dtype.bytes if kind == "table" else 4)
-        sources = tuple(p for i, t in enumerate(parts) for p in _parts(t, paired if i < 2 else None))
-        self.weights.append(PackedWeight(name, kind, self.at, size, n, k, sources, add, rope))
+        values = replace(order, half=0) if order else None  # the third part, which is not rotated
+        sources = tuple(p for i, t in enumerate(parts) for p in _parts(t, order if i < 2 else values))
+        cols = (inner.size, inner.padded) if inner else (0, 0)
+        self.weights.append(PackedWeight(name, kind, self.at, size, n, k, sources, add, rope, scale, *cols))
         self.at += -(-size // ALIGN) * ALIGN
         return name
 
-    def _gamma(self, name: str, *norms: Norm | None, paired: tuple[int, int] | None = None) -> str | None:
+    def _gamma(self, name: str, *norms: Norm | None, order: HeadOrder | None = None) -> str | None:
         """The gammas one behind the other, offsets added."""
         given = tuple(n for n in norms if n is not None)
         if not given:
@@ -274,8 +266,10 @@ class _Lowering:
         if len({n.offset for n in given}) > 1:
             raise LoweringError(f"{name}: norms of one task with different offsets")
         gammas = tuple(self.graph.tensor(n.gamma) for n in given)
-        cols, add = sum(g.cols for g in gammas), given[0].offset
-        return self._weight(name, "vector", cols, 0, gammas, add=add, paired=paired)
+        cols, add, scale = sum(g.cols for g in gammas), given[0].offset, 1.0
+        if order:
+            cols, scale = order.cols(cols), math.sqrt(order.share)
+        return self._weight(name, "vector", cols, 0, gammas, add=add, order=order, scale=scale)
 
     def _bias(self, item: FusedMatmul, parts: tuple[Tensor, ...], padded: int, glu: bool) -> str | None:
         if not item.biases:
@@ -284,8 +278,9 @@ class _Lowering:
             raise LoweringError(f"node {item.name}: some of its linears have a bias and some have none")
         vectors = tuple(self.graph.tensor(b) for b in item.biases)
         tile = self.target.tile_n if glu else 0
-        cols, paired = sum(v.cols for v in vectors), self.pairs.get(item.output)
-        return self._weight(f"{item.name}.bias", "vector", cols, tile, vectors, padded * 4, paired=paired)
+        cols, order = sum(v.cols for v in vectors), self.heads.get(item.output)
+        cols = order.cols(cols) if order else cols
+        return self._weight(f"{item.name}.bias", "vector", cols, tile, vectors, padded * 4, order=order)
 
     def _tables(self, rope: RopeSpec | None) -> tuple[str | None, str | None]:
         if rope is None:
@@ -307,11 +302,9 @@ def _rows(tensor: Tensor) -> int:
     return tensor.rows
 
 
-def _parts(tensor: Tensor, paired: tuple[int, int] | None = None) -> tuple[WeightPart, ...]:
+def _parts(tensor: Tensor, order: HeadOrder | None = None) -> tuple[WeightPart, ...]:
     source = tensor.source
     if source is None:
         raise LoweringError(f"{tensor.name} is not a weight of the checkpoint")
-    return tuple(
-        WeightPart(source.tensor, first, last, source.transposed, *(paired or (0, 0)))
-        for first, last in source.ranges()
-    )
+    heads = (order.size, order.half, order.padded) if order else ()
+    return tuple(WeightPart(source.tensor, first, last, source.transposed, *heads) for first, last in source.ranges())

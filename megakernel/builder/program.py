@@ -25,7 +25,8 @@ FORMAT = 2
 class WeightPart:
     """Rows `[start, stop)` of one checkpoint tensor, or of its transpose; `stop` -1 is to the end.
 
-    half: rows `i` and `i + half` of each head of `head` rows are put side by side, i < half; 0: as they are stored.
+    head: the rows come in heads of so many, each of which takes `padded` rows, the last of them zero. half: rows `i`
+    and `i + half` of a head are put side by side, i < half. 0: as they are stored.
     """
 
     tensor: str
@@ -34,15 +35,20 @@ class WeightPart:
     transposed: bool = False
     head: int = 0
     half: int = 0
+    padded: int = 0
+
+    def rows(self, stored: int) -> int:
+        """Rows that `stored` rows take."""
+        return stored // self.head * self.padded if self.head else stored
 
     def source_rows(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Where rows `[first, last)` of this part are in the part as stored."""
+        """Where rows `[first, last)` of this part are in the part as stored; -1: a row of zeros."""
         rows = np.arange(first, last)
-        if not self.half:
+        if not self.head:
             return rows
-        at = rows % self.head
-        paired = at // 2 + at % 2 * self.half
-        return rows - at + np.where(at < 2 * self.half, paired, at)
+        at = rows % self.padded
+        inside = np.where(at < 2 * self.half, at // 2 + at % 2 * self.half, at)
+        return np.where(at < self.head, rows // self.padded * self.head + inside, -1)
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,9 @@ class PackedWeight:
     """One weight as the kernel reads it, at byte `offset` of the weights segment.
 
     kind: "matrix" (concatenated parts, packed by the target's weight layout), "interleaved" (two parts, gate and up,
-    interleaved per tile, then packed), "vector" (float32, parts concatenated, plus `add`), "table" (row-major rows in
-    the weight dtype), "cos" / "sin" (float32 rotary tables made by the host).
+    interleaved per tile, then packed), "vector" (float32, parts concatenated, plus `add`, times `scale`), "table"
+    (row-major rows in the weight dtype), "cos" / "sin" (float32 rotary tables made by the host). col_head, col_padded:
+    the columns come in heads of so many, each of which takes so many columns, the last zero; 0: as they are stored.
     """
 
     name: str
@@ -63,6 +70,9 @@ class PackedWeight:
     parts: tuple[WeightPart, ...] = ()
     add: float = 0.0
     rope: int = -1  # index of the rotary specification of a table
+    scale: float = 1.0
+    col_head: int = 0
+    col_padded: int = 0
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,20 @@ def _vector(weight: PackedWeight, target: Target, read: Read) -> Array:
     else:
         joined = np.concatenate(parts)
     out = np.zeros(weight.bytes // 4, np.float32)
-    out[: joined.size] = joined + np.float32(weight.add)
+    out[: joined.size] = (joined + np.float32(weight.add)) * np.float32(weight.scale)
     return out
 
 
 def _elements(part: WeightPart, read: Read) -> Array:
-    data = read(part.tensor, "f32", _rows(part.start, part.stop)).reshape(-1)
-    return _finite(part.tensor, data[part.source_rows(0, data.size)] if part.half else data)
+    data = _finite(part.tensor, read(part.tensor, "f32", _rows(part.start, part.stop)).reshape(-1))
+    return _spread(data, part.source_rows(0, part.rows(data.size))) if part.head else data
+
+
+def _spread(data: Array, where: npt.NDArray[np.int64]) -> Array:
+    """Rows of `data`; -1 is a row of zeros."""
+    out = np.zeros((len(where), *data.shape[1:]), data.dtype)
+    out[where >= 0] = data[where[where >= 0]]
+    return out
 
 
 def _table(weight: PackedWeight, dtype: str, read: Read) -> Iterator[Array]:
@@ -96,7 +103,7 @@ def _concatenated(weight: PackedWeight, dtype: str, first: int, last: int, read:
     """Rows `[first, last)` of the parts put one under the other."""
     pieces, at = [], 0
     for i, part in enumerate(weight.parts):
-        size = part.stop - part.start
+        size = part.rows(part.stop - part.start)
         low, high = max(first, at), min(last, at + size)
         if low < high:
             pieces.append(_read_rows(weight, i, dtype, slice(low - at, high - at), read))
@@ -106,25 +113,33 @@ def _concatenated(weight: PackedWeight, dtype: str, first: int, last: int, read:
 
 def _read_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: Read) -> Array:
     p = weight.parts[part]
-    if p.half:
-        return _paired_rows(weight, part, dtype, rows, read)
+    if p.head:
+        return _ordered_rows(weight, part, dtype, rows, read)
     wanted = slice(p.start + rows.start, p.start + rows.stop)
     if p.transposed:
         data = np.ascontiguousarray(read(p.tensor, dtype, slice(None))[:, wanted].T)
     else:
         data = read(p.tensor, dtype, wanted)
-    if data.shape[1] != weight.k:
-        raise CheckpointError(f"tensor {p.tensor}: expected {weight.k} columns, got {data.shape[1]}")
-    return _finite(p.tensor, data)
+    head, padded = weight.col_head or 1, weight.col_padded or 1
+    stored = weight.k // padded * head
+    if data.shape[1] != stored:
+        raise CheckpointError(f"tensor {p.tensor}: expected {stored} columns, got {data.shape[1]}")
+    data = _finite(p.tensor, data)
+    if head == padded:
+        return data
+    out = np.zeros((len(data), weight.k // padded, padded), data.dtype)
+    out[:, :, :head] = data.reshape(len(data), -1, head)
+    return out.reshape(len(data), weight.k)
 
 
-def _paired_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: Read) -> Array:
-    """Whole heads are read, then the rows that are wanted are taken from them."""
+def _ordered_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: Read) -> Array:
+    """The stored rows from the first to the last that are wanted are read, then put in order."""
     p = weight.parts[part]
-    plain = replace(weight, parts=(replace(p, head=0, half=0),))
-    first, last = rows.start // p.head * p.head, -(-rows.stop // p.head) * p.head
-    heads = _read_rows(plain, 0, dtype, slice(first, last), read)
-    return np.asarray(heads[p.source_rows(rows.start, rows.stop) - first])
+    where = p.source_rows(rows.start, rows.stop)
+    first, last = int(where[where >= 0].min(initial=p.stop)), int(where.max(initial=-1)) + 1
+    plain = replace(weight, parts=(replace(p, head=0, half=0, padded=0),))
+    stored = _read_rows(plain, 0, dtype, slice(min(first, last), last), read)
+    return _spread(stored, np.where(where >= 0, where - first, -1))
 
 
 def _finite(name: str, data: Array) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megakernel import LLM, SamplingParams
-from megakernel.architectures import find_model, parameter_shapes
+from megakernel.architectures import find_model, parameter_shapes, random_weights
 from tests.models.conftest import Subject
 from tests.models.families import CASES, DECODED, LIMIT, PROMPT, find, reference, relative_error
 from tests.models.quick import Kernel
@@ -45,21 +45,31 @@ def test_the_kernel_equals_transformers(subject: Find, kernel: Kernel, name: str
     assert got.shape == (DECODED + 1, s.expected.shape[1]) and error <= LIMIT
 
 
-PAIRED = ("llama", "llama3", "qwen3", "phi4_mini", "gpt_neox")  # biases, scaling, head norms, fused and partial
+PAIRED = ("llama", "llama3", "qwen3", "phi4_mini", "gpt_neox", "olmo2", "gemma3")  # biases, norms, fused, partial
 
 
-@pytest.fixture(scope="module")
-def paired(subject: Find) -> Kernel:
-    return Kernel([find_model(s.full).build(s.full) for s in map(subject, PAIRED)], 256, rotary_multiple=32)
+ORDERS = {
+    "pairs": {"rotary_multiple": 32},
+    "padded": {"head_multiple": 24},
+    "both": {"head_multiple": 32, "rotary_multiple": 32},
+}
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def ordered(subject: Find, request: pytest.FixtureRequest) -> Kernel:
+    graphs = [find_model(s.full).build(s.full) for s in map(subject, PAIRED)]
+    return Kernel(graphs, 256, **ORDERS[request.param])
 
 
 @pytest.mark.parametrize("name", PAIRED)
-def test_rows_in_pairs_give_the_same_logits(subject: Find, paired: Kernel, name: str) -> None:
-    """Some targets want the two elements of a rotation side by side: q and k rows are packed in that order."""
+def test_heads_in_another_order_give_the_same_logits(subject: Find, ordered: Kernel, name: str) -> None:
+    """Some targets want heads of certain sizes, and the two elements of a rotation side by side."""
     s = subject(name)
     graph = find_model(s.config).build(s.config)
-    assert any(p.half for w in paired.plan(graph).lowered.weights for p in w.parts)
-    got = paired.logits(graph, lambda tensor, rows: np.array(s.weights[tensor][rows]), s.ids, PROMPT - 1)
+    plan = ordered.plan(graph)
+    assert any(p.head for w in plan.lowered.weights for p in w.parts)
+    assert plan.lowered.head_dim % ordered.target.head_multiple == 0
+    got = ordered.logits(graph, lambda tensor, rows: np.array(s.weights[tensor][rows]), s.ids, PROMPT - 1)
     assert relative_error(got, s.expected[PROMPT - 1 :]) <= LIMIT
 
 
@@ -81,3 +91,15 @@ def test_longrope_takes_the_table_of_its_context(subject: Find) -> None:
     got = short.logits(graph, lambda tensor, rows: np.array(s.weights[tensor][rows]), s.ids[:60], 50)
     assert relative_error(got, reference(model, s.ids[:60])[50:]) <= LIMIT
     assert relative_error(got, s.expected[50:60]) > 100 * LIMIT, "both tables give the same"
+
+
+def test_heads_of_any_size(subject: Find) -> None:
+    """Sizes that no vector holds; the reference is the interpreter, which is compared with transformers above."""
+    base = subject("qwen3").full
+    graphs = {d: find_model({**base, "head_dim": d}).build({**base, "head_dim": d}) for d in (2, 6, 10, 50, 130)}
+    kernel = Kernel(graphs.values(), 128)
+    for head_dim, graph in graphs.items():
+        weights, ids = random_weights(graph, seed=head_dim), list(range(1, 60))
+        got = kernel.logits(graph, lambda t, rows, w=weights: np.array(w.read(t, "f32", rows)), ids, 40)
+        want = graph.interpret(weights.read, ids)["logits"].numpy()[40:]
+        assert relative_error(got, want) <= LIMIT, head_dim

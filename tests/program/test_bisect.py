@@ -56,7 +56,9 @@ def findings(config: dict[str, Any], change: Change | None = None, **fields: Any
 
 
 @pytest.mark.parametrize(
-    ("config", "fields"), [(CONFIG, {}), (OLMO, {}), (CONFIG, {"rotary_multiple": 32})], ids=["qwen3", "olmo2", "pairs"]
+    ("config", "fields"),
+    [(CONFIG, {}), (OLMO, {}), (CONFIG, {"rotary_multiple": 32}), (OLMO, {"rotary_multiple": 32, "head_multiple": 24})],
+    ids=["qwen3", "olmo2", "pairs", "padded"],
 )
 def test_every_tensor_of_a_good_step_agrees(config: dict[str, Any], fields: dict[str, Any]) -> None:
     found = findings(config, **fields)
