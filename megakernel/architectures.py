@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import megakernel.models
-from megakernel.errors import GraphError, UnknownArchitecture, UnsupportedConfig
+from megakernel.errors import GraphError, LoweringError, UnknownArchitecture, UnsupportedConfig
 from megakernel.graph import Graph
 
 Array = npt.NDArray[Any]
@@ -66,7 +66,9 @@ def find_model(config: Mapping[str, Any]) -> Model:
     """The file of models/ for a config's `architectures`. Raises UnknownArchitecture with the known ones."""
     models = known_models()
     names = config.get("architectures")
-    names = [names] if isinstance(names, str) else list(names or ())
+    names = [names] if isinstance(names, str) else names or []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+        raise UnsupportedConfig(f"config, field architectures: expected a list of names, got {names!r:.80}")
     for name in names:
         if name in models:
             return models[name]
@@ -136,6 +138,8 @@ class RandomWeights:
         self._shapes = parameter_shapes(graph)
         self._centres = _norm_centres(graph)
         self._seed = seed
+        if dtype not in NUMPY_DTYPES:
+            raise LoweringError(f"unknown dtype {dtype!r}; known: {', '.join(NUMPY_DTYPES)}")
         self._dtype = np.dtype(NUMPY_DTYPES[dtype])
 
     def __call__(self, name: str) -> Array:

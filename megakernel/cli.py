@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -478,4 +479,6 @@ def _print_simulation(said: Simulation, entries: int, counters: int) -> None:
 
 
 def main() -> None:
+    if sys.stdout is None:  # closed by the shell
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     app()

@@ -55,6 +55,10 @@ class LLM:
         max_context: tokens of prompt and output together; default 4096, or the model's own limit if that is less.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
         """
+        whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))
+        for name, value, low in whole:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise InvalidRequest(f"{name}: expected an integer of at least {low}, got {value!r}")
         self._settings = chosen = settings or read_settings()
         where = open_device(device) if isinstance(device, str) else device
         chosen.say(1, f"device {where.name}: {where.availability().description}")
@@ -144,6 +148,8 @@ class LLM:
                 raise InvalidRequest(f"prompt: {self.name} has no tokenizer; give token ids instead of a text")
             return prompt, self.tokenizer.encode(prompt)
         try:
+            if isinstance(prompt, (bytes, bytearray, Mapping)) or any(isinstance(i, (bool, np.bool_)) for i in prompt):
+                raise TypeError(type(prompt).__name__)
             return None, [operator.index(i) for i in prompt]
         except TypeError as error:
             raise InvalidRequest(f"prompt: expected a text or token ids, got {prompt!r:.80}") from error
@@ -178,7 +184,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text, a list of ids, a list of texts, a list of lists of ids."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping)):
         raise InvalidRequest(f"prompt: expected a text or token ids, got {prompts!r:.80}")
     items = list(prompts)
     if items and not isinstance(items[0], (str, Sequence, np.ndarray)):

@@ -53,8 +53,8 @@ def planned_target(target: str | None, device: str | None, workers: int | None, 
         return target_of(open_device(device), target, workers, settings)
     if device is not None or target is None:  # the processor's target is known without a compiler
         return target_of(find_device("cpu"), target, workers, settings)
-    goal, count = find_target(target), workers or settings.workers
-    return goal.with_workers(count) if count else goal
+    goal, count = find_target(target), settings.workers if workers is None else workers
+    return goal if count is None else goal.with_workers(count)
 
 
 def target_and_compiler(
@@ -76,7 +76,7 @@ def target_of(device: Device, name: str | None, workers: int | None, settings: S
     if name is None and settings.target and find_target(settings.target).backend == own.backend:
         name = settings.target
     goal = own if name in (None, own.name) else find_target(name or "")
-    return goal.with_workers(workers or settings.workers or own.workers)
+    return goal.with_workers(workers if workers is not None else settings.workers or own.workers)
 
 
 def build(

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.architectures import find_model, parameter_shapes, random_weights, shape_config, shape_names
+from megakernel.architectures import (
+    find_model,
+    known_models,
+    parameter_shapes,
+    random_weights,
+    shape_config,
+    shape_names,
+)
 from megakernel.checkpoint import Checkpoint, GenerationDefaults, Tokenizer, fetch_demo, open_checkpoint
 from megakernel.errors import CheckpointError
 
@@ -49,8 +56,14 @@ def open_origin(
         return _of_checkpoint(Path(text))  # raises, and says what is missing
     raise CheckpointError(
         f"there is no model {text!r}: expected a checkpoint folder, a .gguf file, {DEMO!r}, or one of the published "
-        f"shapes {', '.join(shape_names())}"
+        f"shapes {', '.join(_buildable())}"
     )
+
+
+def _buildable() -> list[str]:
+    """The published shapes whose architecture has a file."""
+    known = known_models()
+    return [n for n in shape_names() if any(a in known for a in shape_config(n)["architectures"])]
 
 
 def _of_checkpoint(path: Path) -> Origin:
@@ -77,6 +90,12 @@ def _of_checkpoint(path: Path) -> Origin:
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
     """Every tensor that the architecture reads is there with its shape, and no other is left over."""
+    config, stored = checkpoint.config, len(checkpoint.names())
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    if isinstance(layers, int) and layers > stored:  # before a graph of so many is made
+        raise CheckpointError(
+            f"{checkpoint.path}: the config has {layers} layers, the checkpoint {stored} tensors; one of them is wrong"
+        )
     shapes = parameter_shapes(find_model(checkpoint.config).build(checkpoint.config))
     checkpoint.check_used(shapes)
     for name, shape in shapes.items():

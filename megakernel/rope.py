@@ -78,6 +78,16 @@ class RopeSpec:
             raise UnsupportedConfig(f"rope_theta {self.theta} and factor {self.factor} must be above 0")
         if self.rope_type in ("llama3", "yarn", "dynamic", "longrope") and self.original_max_positions < 1:
             raise UnsupportedConfig(f"rope_type {self.rope_type} needs original_max_position_embeddings")
+        if self.rope_type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise UnsupportedConfig(
+                f"rope_type llama3: expected 0 < low_freq_factor < high_freq_factor, got {self.low_freq_factor} and "
+                f"{self.high_freq_factor}"
+            )
+        if self.rope_type == "yarn" and not (self.theta > 1 and self.beta_fast > 0 and self.beta_slow > 0):
+            raise UnsupportedConfig(
+                f"rope_type yarn: expected rope_theta above 1, beta_fast and beta_slow above 0, got {self.theta}, "
+                f"{self.beta_fast} and {self.beta_slow}"
+            )
         for name in ("short_divisors", "long_divisors") if self.rope_type == "longrope" else ():
             if len(getattr(self, name)) != self.rotary_dim // 2:
                 got = len(getattr(self, name))
@@ -184,9 +194,9 @@ def rope_spec(
         low_freq_factor=_number(given, "low_freq_factor", 1.0),
         high_freq_factor=_number(given, "high_freq_factor", 4.0),
         original_max_positions=0 if kind in ("default", "linear") else max_positions if kind == "dynamic" else original,
-        beta_fast=_number(given, "beta_fast", 32.0) or 32.0,
-        beta_slow=_number(given, "beta_slow", 1.0) or 1.0,
-        truncate=bool(given.get("truncate", True)),
+        beta_fast=_number(given, "beta_fast", 32.0),
+        beta_slow=_number(given, "beta_slow", 1.0),
+        truncate=_flag(given, "truncate", True),
         attention_factor=_attention_factor(given, kind, factor, original),
         short_divisors=_divisors(given, "short_factor") if kind == "longrope" else (),
         long_divisors=_divisors(given, "long_factor") if kind == "longrope" else (),
@@ -215,6 +225,13 @@ def _attention_factor(given: Mapping[str, Any], kind: str, factor: float, origin
 
     over, under = _number(given, "mscale", 0.0), _number(given, "mscale_all_dim", 0.0)
     return term(over) / term(under) if over and under else term(1.0)
+
+
+def _flag(given: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = given.get(key, default)
+    if not isinstance(value, bool):
+        raise UnsupportedConfig(f"rope_parameters.{key}: expected true or false, got {value!r}")
+    return value
 
 
 def _number(given: Mapping[str, Any], key: str, default: float) -> float:

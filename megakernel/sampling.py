@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from megakernel.errors import InvalidRequest
@@ -99,12 +100,12 @@ def _wrong(name: str, expected: str, got: object) -> InvalidRequest:
 
 
 def _integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise _wrong(name, f"an integer from {low} to {high}", value)
 
 
 def _number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not low <= value <= high or (above_low and value <= low):  # type: ignore[operator]
         span = f"above {low:g}, at most {high:g}" if above_low else f"from {low:g} to {high:g}"
         raise _wrong(name, f"a number {span}", value)
@@ -121,9 +122,10 @@ def _texts(value: object) -> tuple[str, ...]:
 
 def _token_ids(value: object) -> tuple[int, ...]:
     items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else None
-    if items is None or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in items):
+    good = items is not None and all(isinstance(i, Integral) and not isinstance(i, bool) for i in items)
+    if items is None or not good or not all(0 <= i < 1 << 31 for i in items):
         raise _wrong("stop_token_ids", "token ids", value)
-    return tuple(dict.fromkeys(items))
+    return tuple(dict.fromkeys(int(i) for i in items))
 
 
 def _bias(value: object) -> tuple[tuple[int, float], ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megakernel.errors import SettingsError
+from megakernel.target import MAX_WORKERS
 
 DEBUG_LEVELS = "0 off, 1 devices, 2 timings, 3 schedule, 4 source"
 
@@ -52,7 +53,7 @@ class Settings:
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Settings from `environ` (default: the process's). Raises SettingsError naming variable, expected and got."""
     env = os.environ if environ is None else environ
-    workers = _integer(env, "MEGAKERNEL_WORKERS", 0, 1, 4096)
+    workers = _integer(env, "MEGAKERNEL_WORKERS", 0, 1, MAX_WORKERS)
     return Settings(
         cache=_cache_folder(env),
         cxx=_text(env, "MEGAKERNEL_CXX"),

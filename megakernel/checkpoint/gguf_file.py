@@ -37,7 +37,7 @@ def _dequantise(kind: int, raw: npt.NDArray[np.uint8]) -> Array:
         quants: Any = importlib.import_module("gguf.quants")
     except ModuleNotFoundError as error:
         raise MissingExtra(
-            "quantised GGUF tensors need the gguf package\n  what to do: pip install 'gguf>=0.17'"
+            'quantised GGUF tensors need the gguf package\n  what to do: pip install "megakernel-decode[gguf]"'
         ) from error
     values: Array = quants.dequantize(raw, gguf.GGMLQuantizationType(kind))
     return values

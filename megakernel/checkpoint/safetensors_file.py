@@ -22,6 +22,7 @@ def read_safetensors(file: MappedFile, ignore: tuple[str, ...]) -> dict[str, Sto
     """
     header, start = _header(file)
     tensors: dict[str, StoredTensor] = {}
+    used, left_out = start, False
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -38,6 +39,7 @@ def read_safetensors(file: MappedFile, ignore: tuple[str, ...]) -> dict[str, Sto
             ) from error
         if kind not in CODECS:
             if name.endswith(ignore):
+                left_out = True
                 continue
             raise problem(
                 f"tensor {name} has an unsupported dtype",
@@ -65,6 +67,15 @@ def read_safetensors(file: MappedFile, ignore: tuple[str, ...]) -> dict[str, Sto
                 todo="download the file again",
             )
         tensors[name] = StoredTensor(name, file, start + begin, shape, codec)
+        used = max(used, start + end)
+    if tensors and used < file.size and not left_out:
+        raise problem(
+            "bytes follow the last tensor",
+            file.path,
+            expected=f"{used} bytes",
+            got=f"{file.size} bytes",
+            todo="download the file again",
+        )
     return tensors
 
 
