@@ -148,11 +148,13 @@ def random_pack(manifest: Manifest, target: Any, read: Any, write: Any, progress
 
 
 def randomise(run: Runtime) -> None:
-    """Fill matrices, tables and KV pages with normal numbers, on the GPU."""
+    """Fill matrices, tables and KV pages with normal numbers, where they are."""
     import torch
 
     def view(name: str) -> Any:
         b = run.buffer(name)
+        if b.host is not None:
+            return torch.from_numpy(b.host[: b.bytes // 2 * 2]).view(torch.bfloat16)
         holder = type("Holder", (), {})()
         holder.__cuda_array_interface__ = {
             "shape": (b.bytes // 2,),
@@ -168,7 +170,8 @@ def randomise(run: Runtime) -> None:
         if w.kind in ("matrix", "interleaved", "table"):
             data[w.offset // 2 : (w.offset + w.bytes) // 2].normal_(0.0, 0.02)
     view("kv").normal_(0.0, 1.0)
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def time_shape(name: str, contexts: Sequence[int], steps: int = 120, **options: Any) -> None:

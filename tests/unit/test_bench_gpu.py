@@ -1,0 +1,46 @@
+"""The GPU benchmark, on the processor with a tiny model: the programs run, the figures are what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.device_session import TINY
+from bench.gpu import SHAPES, _rows, compare, peers, plot
+from bench.gpu_programs import Steps
+from megakernel.architectures import shape_names
+from megakernel.errors import InvalidRequest
+
+
+def test_the_programs_run_and_agree_with_themselves(tmp_path: Path) -> None:
+    rows = list(
+        compare(TINY["tiny-llama"], "llama-3.2-1b", [32, 70], ["graph", "read"], device="cpu", steps=6, rounds=2)
+    )
+    assert [(r.program, r.context) for r in rows] == [(p, c) for c in (32, 70) for p in ("megakernel", "graph", "read")]
+    assert [(r.steps, r.note) for r in rows] == [(12, "")] * 6
+    ours = [r for r in rows if r.program == "megakernel"]
+    assert all(0 < r.launches_per_token < 0.1 for r in ours) and ours[0].bytes_per_step < ours[1].bytes_per_step
+    plot(rows, tmp_path / "latency.svg")
+    assert (tmp_path / "latency-llama-3.2-1b.svg").read_text().count("<svg") == 1
+
+
+def test_the_floor_is_the_steps_bytes_at_the_rate_of_the_read() -> None:
+    runs = {
+        "megakernel": [Steps((10.0, 12.0, 14.0), (1, 2)), Steps((12.0, 12.0), (1, 3))],
+        "read": [Steps((4.0, 5.0, 6.0), (), None, 1000)],
+    }
+    ours, read = _rows("x", 32, 2000, runs)
+    assert (ours.us, ours.floor_us, ours.of_floor, ours.steps) == (12.0, 10.0, 1.2, 5)
+    assert ours.note == "its rounds gave different tokens" and ours.gbps == pytest.approx(2000 / 12e-6 / 1e9)
+    assert (read.of_floor, read.gbps) == (0.0, pytest.approx(1000 / 5e-6 / 1e9))
+
+
+def test_a_context_that_the_model_has_not() -> None:
+    with pytest.raises(InvalidRequest, match="tiny allows contexts of 1 to 2041"):
+        list(compare(TINY["tiny-llama"], "tiny", [4096], [], device="cpu", steps=6))
+
+
+def test_the_shapes_and_the_recorded_peers() -> None:
+    assert set(SHAPES) <= set(shape_names())
+    assert peers("llama-3.2-1b")["hazy_megakernels_7309cec"]["512"] == 936 and peers("smollm2-135m") == {}
