@@ -8,23 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.device_session import TINY, build, generate
-from megakernel.architectures import random_weights
-from megakernel.builder.build import build_graph
-from megakernel.device import cuda
+from bench.device_session import TINY, generate
 from megakernel.errors import DeviceFault
 from megakernel.probe import forced_logits
 from megakernel.runtime import Runtime
+from tests.gpu.machine import needs_device, opened, prompts
 
-STATE = cuda.devices()[0].availability()
-pytestmark = pytest.mark.skipif(not STATE.usable, reason=f"no GPU: {STATE.reason}")
-
-
-def opened(name: str, **options: Any) -> tuple[Runtime, Any, Any]:
-    device, program = build(TINY[name], dtype="bf16", max_context=1024, max_slots=4, **options)
-    graph = build_graph(TINY[name])
-    weights = random_weights(graph, seed=3, dtype="bf16")
-    return Runtime(program, device, weights.read, spin_budget_ns=2_000_000_000), graph, weights
+pytestmark = [needs_device]
 
 
 @pytest.fixture(scope="module", params=sorted(TINY))
@@ -32,11 +22,6 @@ def model(request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Any, Any]]:
     run, graph, weights = opened(request.param)
     yield run, graph, weights
     run.close()
-
-
-def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [[int(i) for i in rng.integers(0, vocab, n)] for n in lengths]
 
 
 @pytest.mark.parametrize(("length", "start"), [(1, 0), (20, 0), (40, 32), (300, 290), (700, 690)])

@@ -1,0 +1,14 @@
+"""A few steps of a tiny model on few workers, for tools that watch every instruction."""
+
+from __future__ import annotations
+
+from bench.device_session import generate
+from tests.gpu.machine import opened, prompts
+
+if __name__ == "__main__":
+    run = opened("tiny-llama", workers=4, max_context=128)[0]
+    run.spin_budget_ns = 300_000_000_000
+    try:
+        print(generate(run, prompts(run.manifest.vocab, (17, 3)), 3))
+    finally:
+        run.close()
