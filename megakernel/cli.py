@@ -23,10 +23,12 @@ from megakernel.opening import build, planned_target, target_and_compiler
 from megakernel.origin import open_origin
 from megakernel.output import Output
 from megakernel.sampling import SamplingParams
-from megakernel.scheduler.simulate import Simulation, simulate
+from megakernel.scheduler.schedule import Schedule
+from megakernel.scheduler.simulate import Simulation, share_of_hops, simulate
 from megakernel.serve import server_modules
 from megakernel.settings import read_settings
 from megakernel.show import Stages, emit, errors, reported, size, table
+from megakernel.target import Target
 from megakernel.tasks.record import MAX_ROWS
 
 app = typer.Typer(
@@ -208,7 +210,7 @@ def schedule_command(
         open_origin(model, dtype=dtype, cache=settings.cache).config, goal, dtype=dtype, kv_dtype=kv_dtype,
         max_slots=max_slots, max_context=max_context, max_rows=max_rows, policy=policy,
     )  # fmt: skip
-    said = simulate(made.schedule, goal, context)
+    said, hops = simulate(made.schedule, goal, context), share_of_hops(made.schedule, goal, context)
     if worker is not None and not 0 <= worker < made.schedule.workers:
         raise InvalidRequest(f"--worker: expected 0 to {made.schedule.workers - 1}, got {worker}")
     entries = [
@@ -223,7 +225,10 @@ def schedule_command(
     if as_json:
         for entry in entries:
             emit(entry)
-        emit(json.loads(said.to_json(spans=False)))
+        emit(
+            json.loads(said.to_json(spans=False))
+            | {"predicted": True, "share_of_hops": hops, "relays": len(made.schedule.relays), "figures": goal.source}
+        )
         return
     if worker is not None:
         rows = [
@@ -232,7 +237,7 @@ def schedule_command(
             for i, e in enumerate(made.schedule.queues[worker])
         ]  # fmt: skip
         table(("", "node", "tiles", "waits for counter >= count x step", "signals"), rows, f"queue of worker {worker}")
-    _print_simulation(said, len(entries), made.schedule.counters)
+    _print_simulation(said, hops, len(entries), made.schedule, goal)
 
 
 @app.command()
@@ -465,11 +470,13 @@ def _print_stream(llm: LLM, outputs: Iterator[Output], as_json: bool) -> None:
     )  # fmt: skip
 
 
-def _print_simulation(said: Simulation, entries: int, counters: int) -> None:
+def _print_simulation(said: Simulation, hops: float, entries: int, schedule: Schedule, target: Target) -> None:
     table(
-        ("simulated step", f"{said.target}, {said.policy}, context {said.context}"),
+        ("predicted step, not measured", f"{said.target}, {said.policy}, context {said.context}"),
         [
-            ("entries shown", entries), ("counters", counters), ("time", f"{said.makespan_us:,.1f} us"),
+            ("figures", target.source), ("entries shown", entries),
+            ("counters", f"{schedule.counters}, {len(schedule.relays)} of them of one of {target.groups} groups"),
+            ("time", f"{said.makespan_us:,.1f} us"), ("share of hops", f"{hops:.0%}, {hops * said.makespan_us:,.1f} us"),
             ("floor (bytes at full rate)", f"{said.floor_us:,.1f} us, {said.efficiency:.0%} of the time"),
             ("bytes", size(said.stream_bytes)),
             ("idle, least and most", f"{min(said.idle_us):,.1f} and {max(said.idle_us):,.1f} us"),

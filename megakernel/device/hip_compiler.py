@@ -78,6 +78,7 @@ def compile_flags(target: Target, chaos: bool, trace: bool) -> tuple[str, ...]:
     return (
         f"--offload-arch={target.name}", "-O3", "-std=c++20", "-ffp-contract=fast", "-fno-strict-aliasing",
         f"-DMEGAKERNEL_WAVE={WAVES[target.name]}", f"-DMEGAKERNEL_LDS_BYTES={target.shared_bytes}",
+        f"-DMEGAKERNEL_GROUPS={target.groups}",
         *(("-DMEGAKERNEL_CHAOS=1",) if chaos else ()), *(("-DMEGAKERNEL_TRACE=1",) if trace else ()),
     )  # fmt: skip
 
