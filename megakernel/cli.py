@@ -133,9 +133,14 @@ def build_command(
         "max_slots": m.max_slots, "max_context": m.max_context, "binary": str(program.binary),
         "saved": str(saved) if saved else None,
     }  # fmt: skip
+    code = dict(where.code_report(program.binary))
+    if saved and code:
+        (saved / "report.json").write_text(json.dumps(code, indent=1) + "\n")
     if as_json:
-        emit(facts)
+        emit(facts | ({"code": code} if code else {}))
     else:
+        if code:
+            table(("code object", ""), [(k, json.dumps(v) if isinstance(v, dict) else v) for k, v in code.items()])
         table(("", m.name), [(k, size(v) if k.endswith("_bytes") else v) for k, v in facts.items() if v is not None])
 
 

@@ -84,7 +84,9 @@ def _lost_relay(program: Program, counters: Counters, counter: int, step: int) -
     if not relays or got >= len(full):
         return ""
     names = ", ".join(str(group) for group in full)
-    return f"missing first: counter {counter} has {got} of {len(relays)} relays; complete are the groups' counters {names}"
+    return (
+        f"missing first: counter {counter} has {got} of {len(relays)} relays; complete are the groups' counters {names}"
+    )
 
 
 def _relays_to(program: Program, counter: int) -> dict[int, int]:

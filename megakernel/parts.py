@@ -36,7 +36,9 @@ class Part:
 
     def unpublished(self) -> tuple[str, ...]:
         """Names of what no document gives."""
-        return tuple(name for name in ("units", "groups", "l2_bytes", "cache_bytes", "cache_gbps") if not self.has(name))
+        return tuple(
+            name for name in ("units", "groups", "l2_bytes", "cache_bytes", "cache_gbps") if not self.has(name)
+        )
 
     def has(self, name: str) -> bool:
         return getattr(self, name) is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.device.device import KernelSource
+from megakernel.device.hip_report import with_counts
 from megakernel.errors import BuildError, NoCompiler, TargetError
 from megakernel.settings import read_settings
 from megakernel.target import TARGETS, Target
@@ -96,7 +97,7 @@ def compile_code_object(source: KernelSource, include: Path, compiler: Compiler)
     with tempfile.TemporaryDirectory(prefix="megakernel-") as folder:
         work = Path(folder)
         assembly = work / "kernel.s"
-        assembly.write_text(compile_assembly(source, include, compiler))
+        assembly.write_text(with_counts(compile_assembly(source, include, compiler)))
         return link_assembly(assembly, source.target, compiler)
 
 

@@ -209,5 +209,3 @@ def test_a_record_holds_relays_of_16_bits() -> None:
     far = replace(made, relays=tuple(replace(r, to=70_000) for r in made.relays))
     with pytest.raises(RecordError, match="65535"):
         encode(far, lambda _n: 0, ADDRESSES)
-
-

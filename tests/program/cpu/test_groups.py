@@ -114,7 +114,9 @@ def test_a_lost_signal_names_both_counters(delayed: Runtime, flat: npt.NDArray[n
     assert any(f"through counter {group}" in p for p in report.producers)
     if level == "group":
         members = int(relayed["members"][5])
-        said = f"counter {group}, of a group, whose relay goes to counter {above}, has {members - 1} of {members} signals"
+        said = (
+            f"counter {group}, of a group, whose relay goes to counter {above}, has {members - 1} of {members} signals"
+        )
     else:
         said = f"counter {above} has 1 of 2 relays; complete are the groups' counters"
     assert f"missing first: {said}" in report.detail and report.detail.count("missing first") == 1
