@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from megakernel import bench as benchmarks
+from megakernel import device_report
 from megakernel.builder.build import make_plan, plan_source
 from megakernel.checkpoint import fetch_demo
 from megakernel.devices import list_devices
@@ -360,6 +361,38 @@ def bisect_command(
 
 @app.command()
 @reported
+def report(
+    device: DeviceName = "cpu",
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model to time; may be given again. Default: llama-3.2-1b.")
+    ] = None,
+    dtype: Dtype = "bf16",
+    context: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; may be given again.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens timed in each run.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Runs of each context.")] = 3,
+    tests: Annotated[Path | None, typer.Option(help="Results of pytest --junitxml to put in.")] = None,
+    attach: Annotated[list[Path] | None, typer.Option(help="A timeline or other text to put in whole.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.json"),
+    as_json: Json = False,
+) -> None:
+    """Collect all about a device into one file to send: versions, correctness, times, test results, timelines."""
+    wanted = device_report.Wanted(
+        device, tuple(model or ("llama-3.2-1b",)), dtype, tuple(context or (32, 512, 4096)), tokens, rounds, tests,
+        tuple(attach or ()),
+    )  # fmt: skip
+    with Stages(as_json) as progress:
+        made = device_report.collect(wanted, read_settings(), lambda stage: progress(stage, 0, 0))
+    output.write_text(json.dumps(made, indent=1) + "\n")
+    if as_json:
+        emit({"path": str(output), "failed": made["failed"], **dict(device_report.summary(made))})
+    else:
+        table(("", str(output)), device_report.summary(made))
+    if made["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@reported
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on; default: only this machine.")] = "127.0.0.1",
@@ -481,7 +514,8 @@ def _print_simulation(said: Simulation, hops: float, entries: int, schedule: Sch
         [
             ("figures", target.source), ("entries shown", entries),
             ("counters", f"{schedule.counters}, {len(schedule.relays)} of them of one of {target.groups} groups"),
-            ("time", f"{said.makespan_us:,.1f} us"), ("share of hops", f"{hops:.0%}, {hops * said.makespan_us:,.1f} us"),
+            ("time", f"{said.makespan_us:,.1f} us"),
+            ("share of hops", f"{hops:.0%}, {hops * said.makespan_us:,.1f} us"),
             ("floor (bytes at full rate)", f"{said.floor_us:,.1f} us, {said.efficiency:.0%} of the time"),
             ("bytes", size(said.stream_bytes)),
             ("idle, least and most", f"{min(said.idle_us):,.1f} and {max(said.idle_us):,.1f} us"),

@@ -12,7 +12,7 @@ None means that no public document gives the number. Where it comes from stands 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -36,12 +36,7 @@ class Part:
 
     def unpublished(self) -> tuple[str, ...]:
         """Names of what no document gives."""
-        return tuple(
-            name for name in ("units", "groups", "l2_bytes", "cache_bytes", "cache_gbps") if not self.has(name)
-        )
-
-    def has(self, name: str) -> bool:
-        return getattr(self, name) is not None
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is None)
 
 
 PARTS: tuple[Part, ...] = (

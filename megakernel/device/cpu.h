@@ -187,7 +187,11 @@ struct Worker {
       delay();
       if (counter == args.drop_signal && __atomic_exchange_n(&host.dropped, 1u, __ATOMIC_RELAXED) == 0) return false;
     }
+#ifdef MEGAKERNEL_WEAK_RELEASE  // as in add_release
+    return __atomic_add_fetch(p, 1u, __ATOMIC_RELAXED) == complete;
+#else
     return __atomic_add_fetch(p, 1u, __ATOMIC_ACQ_REL) == complete;
+#endif
   }
 
   // After a step: its end, and the next header, which one worker published before.

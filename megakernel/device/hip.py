@@ -1,7 +1,7 @@
 """The HIP device: compiles with any clang that knows AMD GPUs, loads and launches through hip-python.
 
-Compiling and inspecting work on any machine. Everything from `probe` on that asks a GPU has not run on hardware. It runs
-in tests through hip-python itself, above an imitation of the runtime library: docs/amd.md says what to check first.
+Compiling and inspecting work on any machine. Everything from `probe` on that asks a GPU has not run on hardware. Tests
+run it through hip-python itself, above an imitation of the runtime library: docs/amd.md says what to check first.
 """
 
 from __future__ import annotations

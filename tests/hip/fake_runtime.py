@@ -13,8 +13,8 @@ import pytest
 
 from megakernel.device import hip
 
-# Every call that hip.py makes, with its parameters as hip-python 10.0 declares them; test_bindings.py compares them with
-# the package where it is installed.
+# Every call that hip.py makes, with its parameters as hip-python 10.0 declares them; test_bindings.py compares them
+# with the package where it is installed.
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "hipDeviceGetAttribute": ("attr", "deviceId"),
     "hipEventCreateWithFlags": ("flags",),

@@ -1,5 +1,7 @@
-"""The host half through the real hip-python, above an imitation of the runtime library in C: names, numbers and order of
-arguments as the package takes them, and what reaches the driver. Needs the package, neither ROCm nor a GPU."""
+"""The host half through the real hip-python, above an imitation of the runtime library in C.
+
+Names, numbers and order of arguments are what the package takes, and what it was asked for reaches the driver. Needs
+the package, neither ROCm nor a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hierarchical counters on the processor, whose workers are taken for several groups: the same bits, and whole reports."""
+"""Hierarchical counters on the processor, with its workers in pretended groups: the same bits, and whole reports."""
 
 from __future__ import annotations
 
