@@ -154,10 +154,11 @@ def _hiprtc() -> Any | None:
     try:
         from hip import hiprtc
 
-        hiprtc.hiprtcVersion()
+        library: Any = hiprtc  # its functions have no types
+        library.hiprtcVersion()
     except (ImportError, RuntimeError, AttributeError):
         return None  # no ROCm: the next compiler in the list is tried, and the error names them all
-    return hiprtc
+    return library
 
 
 def _compile_hiprtc(source: KernelSource, include: Path) -> bytes:
