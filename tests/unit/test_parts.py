@@ -72,5 +72,5 @@ def test_schedule_predicts_and_says_so() -> None:
     last = json.loads(result.stdout.splitlines()[-1])
     assert last["predicted"] is True and 0 < last["share_of_hops"] < 1 and last["relays"] > 30
     assert last["makespan_us"] > last["floor_us"] > 0 and "MI300X" in last["figures"]
-    shown = CliRunner().invoke(cli.app, given).stdout
+    shown = CliRunner().invoke(cli.app, ["schedule", "smollm2-135m", "--target", "cpu-avx2"]).stdout
     assert "predicted step, not measured" in shown and "share of hops" in shown
