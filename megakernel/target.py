@@ -74,9 +74,11 @@ def _cuda(name: str, sms: int, shared_kb: int, gbps: float, cluster: int = 1) ->
     )  # fmt: skip
 
 
-# Published measurements on an MI300X: 304 workgroups on one counter take 8 us, a hand-over by value less than 1 us.
-# The MI355X has as many XCDs and is taken to be alike. Of the others no such measurement is known: 3 us is a guess.
-XCD_SIGNAL_US, XCD_HOP_US, GUESSED_HOP_US = 8.0 / 304, 1.0, 3.0
+# One turn at a counter. MI300X: 304 workgroups on one are reported to take 8 us, a hand-over by value less than 1 us.
+# MI355X: a barrier of 2,048 workgroups on one counter takes 58.5 us (ROCm/llvm-project, pull request 3464); its hop is
+# taken to be the MI300X's. None of it is our measurement. Of the other parts none is known: 3 us a hop is a guess.
+SIGNAL_US = {"gfx942": 8.0 / 304, "gfx950": 58.464 / 2048}
+XCD_HOP_US, GUESSED_HOP_US = 1.0, 3.0
 ASSUMED_UNITS = 256  # of a part whose number is not published
 
 
@@ -88,7 +90,7 @@ def _hip(name: str) -> Target:
         name=name, backend="hip", workers=part.units or ASSUMED_UNITS, shared_bytes=part.lds_bytes,
         stream_gbps=part.memory_gbps, worker_gflops=2000.0, hop_us=XCD_HOP_US if several else GUESSED_HOP_US,
         task_us=0.5, tile_n=16, page_tokens=64, piece_tokens=256, value_edges=False, groups=part.groups or 1,
-        signal_us=XCD_SIGNAL_US if several else 0.0, cache_bytes=part.cache_bytes or 0,
+        signal_us=SIGNAL_US.get(name, 0.0), cache_bytes=part.cache_bytes or 0,
         cache_gbps=part.cache_gbps or 0.0,
         source=f"{part.name}: vendor documents, see parts.py; never run on hardware by this project"
         + (f"; not published: {', '.join(lacks)}" if lacks else ""),

@@ -40,6 +40,7 @@ CLOCK_KHZ = 100_000  # of the constant clock, as kTickNs in hip_isa.h has it
 COHERENT, MAPPED, PORTABLE = 0x40000000, 0x2, 0x1  # flags of hipHostMalloc; coherent: fine-grained
 NON_BLOCKING = 0x1  # flag of hipStreamCreateWithFlags
 OLDEST_RUNTIME = 60000000  # HIP 6.0, the first with the properties that hip-python reads
+NEEDS_ROCM = ("gfx1250",)  # clang 22 builds it as a compile check only
 SEATS_BYTES = 128  # of Seats in hip_seats.h, before the place of each worker
 
 
@@ -270,10 +271,15 @@ class HipDevice(Device):
             return Availability(False, f"{self._info.name} has no cooperative launch, which keeps all workers resident")
         try:
             target_for(self._info)
-            find_compiler(self._compiler)
+            compiler = find_compiler(self._compiler)
         except (TargetError, BuildError) as e:
             return Availability(False, str(e))
         i = self._info
+        if i.architecture in NEEDS_ROCM and compiler.kind != "hiprtc" and "AMD clang" not in compiler.version:
+            return Availability(
+                False, f"{i.name} is {i.architecture}, whose kernels need a prologue that {compiler.version} does not "
+                "write; install ROCm's compiler",
+            )  # fmt: skip
         text = f"{i.name}, {i.architecture}, {i.units} units, {i.memory >> 30} GiB, HIP {_version(i.runtime)}"
         return Availability(True, "", text)
 

@@ -73,6 +73,19 @@ def test_one_sentence_for_each_reason(monkeypatch: pytest.MonkeyPatch, fields: d
     assert (state.usable, state.reason) == (False, reason)
 
 
+def test_a_compiler_whose_code_must_not_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, device = opened(monkeypatch, architecture="gfx1250", lds=327680)
+    found = hip_compiler.Compiler("clang", ("clang++",), "clang version 22.1")
+    monkeypatch.setattr(hip, "find_compiler", lambda _wanted: found)
+    state = device.availability()
+    assert (
+        not state.usable and "a GPU is gfx1250, whose kernels need a prologue that clang version 22.1" in state.reason
+    )
+    for kind, version in (("clang", "AMD clang version 23.0 (roc-10.0)"), ("hiprtc", "hiprtc 7.15")):
+        monkeypatch.setattr(hip, "find_compiler", lambda _w, k=kind, v=version: hip_compiler.Compiler(k, (), v))
+        assert device.availability().usable
+
+
 def test_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hip", None)  # as if it were not installed
     monkeypatch.setattr(hip.importlib.util, "find_spec", lambda _name: None)
