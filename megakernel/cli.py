@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from megakernel import bench as benchmarks
+from megakernel import device_report
 from megakernel.builder.build import make_plan, plan_source
 from megakernel.checkpoint import fetch_demo
 from megakernel.devices import list_devices
@@ -23,10 +24,12 @@ from megakernel.opening import build, planned_target, target_and_compiler
 from megakernel.origin import open_origin
 from megakernel.output import Output
 from megakernel.sampling import SamplingParams
-from megakernel.scheduler.simulate import Simulation, simulate
+from megakernel.scheduler.schedule import Schedule
+from megakernel.scheduler.simulate import Simulation, share_of_hops, simulate
 from megakernel.serve import server_modules
 from megakernel.settings import read_settings
 from megakernel.show import Stages, emit, errors, reported, size, table
+from megakernel.target import Target
 from megakernel.tasks.record import MAX_ROWS
 
 app = typer.Typer(
@@ -131,9 +134,14 @@ def build_command(
         "max_slots": m.max_slots, "max_context": m.max_context, "binary": str(program.binary),
         "saved": str(saved) if saved else None,
     }  # fmt: skip
+    code = dict(where.code_report(program.binary))
+    if saved and code:
+        (saved / "report.json").write_text(json.dumps(code, indent=1) + "\n")
     if as_json:
-        emit(facts)
+        emit(facts | ({"code": code} if code else {}))
     else:
+        if code:
+            table(("code object", ""), [(k, json.dumps(v) if isinstance(v, dict) else v) for k, v in code.items()])
         table(("", m.name), [(k, size(v) if k.endswith("_bytes") else v) for k, v in facts.items() if v is not None])
 
 
@@ -208,7 +216,7 @@ def schedule_command(
         open_origin(model, dtype=dtype, cache=settings.cache).config, goal, dtype=dtype, kv_dtype=kv_dtype,
         max_slots=max_slots, max_context=max_context, max_rows=max_rows, policy=policy,
     )  # fmt: skip
-    said = simulate(made.schedule, goal, context)
+    said, hops = simulate(made.schedule, goal, context), share_of_hops(made.schedule, goal, context)
     if worker is not None and not 0 <= worker < made.schedule.workers:
         raise InvalidRequest(f"--worker: expected 0 to {made.schedule.workers - 1}, got {worker}")
     entries = [
@@ -223,7 +231,10 @@ def schedule_command(
     if as_json:
         for entry in entries:
             emit(entry)
-        emit(json.loads(said.to_json(spans=False)))
+        emit(
+            json.loads(said.to_json(spans=False))
+            | {"predicted": True, "share_of_hops": hops, "relays": len(made.schedule.relays), "figures": goal.source}
+        )
         return
     if worker is not None:
         rows = [
@@ -232,7 +243,7 @@ def schedule_command(
             for i, e in enumerate(made.schedule.queues[worker])
         ]  # fmt: skip
         table(("", "node", "tiles", "waits for counter >= count x step", "signals"), rows, f"queue of worker {worker}")
-    _print_simulation(said, len(entries), made.schedule.counters)
+    _print_simulation(said, hops, len(entries), made.schedule, goal)
 
 
 @app.command()
@@ -346,6 +357,38 @@ def bisect_command(
         errors.print(f"the first bad task is {b.task} of {b.node}; {len(bad)} of {len(found)} tensors are bad")
         raise typer.Exit(1)
     errors.print(f"all {len(found)} tensors agree; the largest error is {max(f.error for f in found):.1e}")
+
+
+@app.command()
+@reported
+def report(
+    device: DeviceName = "cpu",
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model to time; may be given again. Default: llama-3.2-1b.")
+    ] = None,
+    dtype: Dtype = "bf16",
+    context: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; may be given again.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens timed in each run.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Runs of each context.")] = 3,
+    tests: Annotated[Path | None, typer.Option(help="Results of pytest --junitxml to put in.")] = None,
+    attach: Annotated[list[Path] | None, typer.Option(help="A timeline or other text to put in whole.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.json"),
+    as_json: Json = False,
+) -> None:
+    """Collect all about a device into one file to send: versions, correctness, times, test results, timelines."""
+    wanted = device_report.Wanted(
+        device, tuple(model or ("llama-3.2-1b",)), dtype, tuple(context or (32, 512, 4096)), tokens, rounds, tests,
+        tuple(attach or ()),
+    )  # fmt: skip
+    with Stages(as_json) as progress:
+        made = device_report.collect(wanted, read_settings(), lambda stage: progress(stage, 0, 0))
+    output.write_text(json.dumps(made, indent=1) + "\n")
+    if as_json:
+        emit({"path": str(output), "failed": made["failed"], **dict(device_report.summary(made))})
+    else:
+        table(("", str(output)), device_report.summary(made))
+    if made["failed"]:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -465,11 +508,14 @@ def _print_stream(llm: LLM, outputs: Iterator[Output], as_json: bool) -> None:
     )  # fmt: skip
 
 
-def _print_simulation(said: Simulation, entries: int, counters: int) -> None:
+def _print_simulation(said: Simulation, hops: float, entries: int, schedule: Schedule, target: Target) -> None:
     table(
-        ("simulated step", f"{said.target}, {said.policy}, context {said.context}"),
+        ("predicted step, not measured", f"{said.target}, {said.policy}, context {said.context}"),
         [
-            ("entries shown", entries), ("counters", counters), ("time", f"{said.makespan_us:,.1f} us"),
+            ("figures", target.source), ("entries shown", entries),
+            ("counters", f"{schedule.counters}, {len(schedule.relays)} of them of one of {target.groups} groups"),
+            ("time", f"{said.makespan_us:,.1f} us"),
+            ("share of hops", f"{hops:.0%}, {hops * said.makespan_us:,.1f} us"),
             ("floor (bytes at full rate)", f"{said.floor_us:,.1f} us, {said.efficiency:.0%} of the time"),
             ("bytes", size(said.stream_bytes)),
             ("idle, least and most", f"{min(said.idle_us):,.1f} and {max(said.idle_us):,.1f} us"),

@@ -45,10 +45,13 @@ def decode_fault(raw: Mapping[str, int], program: Program, counters: Counters | 
 
 
 def producers_of(program: Program, counter: int) -> tuple[str, ...]:
-    """Who signals a counter: node, tiles and worker of each record."""
+    """Who signals a counter: node, tiles and worker of each record, and the counter of its group if there is one."""
     if counter == NONE:
         return ()
-    return tuple(_describe(program, worker, r) for worker, r in _signallers(program, counter))
+    own = [_describe(program, worker, r) for worker, r in _signallers(program, counter)]
+    for group in _relays_to(program, counter):
+        own += [f"{_describe(program, w, r)} through counter {group}" for w, r in _signallers(program, group)]
+    return tuple(own)
 
 
 def missing_signals(program: Program, counters: Counters, step: int) -> list[str]:
@@ -63,8 +66,34 @@ def missing_signals(program: Program, counters: Counters, step: int) -> list[str
         ready = [(worker, r) for worker, r in makers if _key(worker, r) in free]
         if makers and got < len(ready):
             who = ", ".join(_describe(program, worker, r) for worker, r in ready[:4])
-            said.append(f"missing first: counter {counter} has {got} of {len(makers)} signals; ready to signal: {who}")
+            above = int(makers[0][1]["relay"]) if int(makers[0][1]["members"]) else None
+            group = "" if above is None else f", of a group, whose relay goes to counter {above},"
+            said.append(
+                f"missing first: counter {counter}{group} has {got} of {len(makers)} signals; ready to signal: {who}"
+            )
+        if lost := _lost_relay(program, counters, counter, step):
+            said.append(lost)
     return said
+
+
+def _lost_relay(program: Program, counters: Counters, counter: int, step: int) -> str:
+    """A sentence when more groups are complete than the counter above them was told of."""
+    relays = _relays_to(program, counter)
+    full = [group for group, members in relays.items() if int(counters[group]) >= members * step]
+    got = int(counters[counter]) - (step - 1) * len(relays)
+    if not relays or got >= len(full):
+        return ""
+    names = ", ".join(str(group) for group in full)
+    return (
+        f"missing first: counter {counter} has {got} of {len(relays)} relays; complete are the groups' counters {names}"
+    )
+
+
+def _relays_to(program: Program, counter: int) -> dict[int, int]:
+    """The counters of groups whose relays go to `counter`, each with its signals of a step."""
+    records = program.records
+    found = records[(records["members"] > 0) & (records["relay"] == counter)]
+    return {int(r["signal"]): int(r["members"]) for r in found}
 
 
 def _unblocked(program: Program, counters: Counters, step: int) -> Iterator[tuple[int, int, int]]:

@@ -285,6 +285,10 @@ class Runtime:
         offset = dict(zip((f.name for f in SLOT.fields), SLOT.offsets))["last_token"]
         self.device.upload(self._buffers["slots"], slot * SLOT.size + offset, np.array([token], np.int32))
 
+    def facts(self) -> Mapping[str, Any]:
+        """What the backend observed of the last launch; between launches."""
+        return self._exe.facts()
+
     # ------------------------------------------------------------------------------------------ faults
     def _fault(self) -> FaultReport | None:
         raw = self._shared("fault", FAULT.dtype)[0]

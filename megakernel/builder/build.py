@@ -24,6 +24,7 @@ from megakernel.scheduler.assign import find_policies
 from megakernel.scheduler.by_value import drop_value_waits
 from megakernel.scheduler.dependencies import schedule
 from megakernel.scheduler.encode import encode
+from megakernel.scheduler.relay import add_relays
 from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.verify import verify
 from megakernel.target import Target
@@ -80,6 +81,7 @@ def plan_graph(
     memory = plan(lowered.nodes, lowered.tensors, reuse=not (target.value_edges or keep_tensors))
     context = min(512, limits.max_context)
     made = schedule(lowered.nodes, policies[policy](lowered.nodes, target, context), policy, alias=memory.at)
+    made = add_relays(made, target)
     verify(made, memory.at)
     if target.value_edges:
         made = drop_value_waits(made)

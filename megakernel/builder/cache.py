@@ -55,7 +55,7 @@ def cache_key(source: KernelSource, compiler_id: str) -> str:
 def compiler_sources() -> tuple[Path, ...]:
     """The package's own Python files that decide what a program is: everything below the engine."""
     folders = ("tasks", "scheduler", "builder", "models")
-    single = [PACKAGE / f"{name}.py" for name in ("graph", "rope", "target", "operators")]
+    single = [PACKAGE / f"{name}.py" for name in ("graph", "rope", "target", "parts", "operators")]
     return tuple(sorted([p for f in folders for p in (PACKAGE / f).glob("*.py")] + single))
 
 

@@ -181,6 +181,19 @@ struct Worker {
     host.wake(p);
   }
 
+  // The same; true for the signal that makes the counter `complete`. Who gets true has acquired what all of them wrote.
+  MK_INLINE bool signal_last(uint64_t* p, uint32_t counter, uint64_t complete) {
+    if constexpr (kChaos) {
+      delay();
+      if (counter == args.drop_signal && __atomic_exchange_n(&host.dropped, 1u, __ATOMIC_RELAXED) == 0) return false;
+    }
+#ifdef MEGAKERNEL_WEAK_RELEASE  // as in add_release
+    return __atomic_add_fetch(p, 1u, __ATOMIC_RELAXED) == complete;
+#else
+    return __atomic_add_fetch(p, 1u, __ATOMIC_ACQ_REL) == complete;
+#endif
+  }
+
   // After a step: its end, and the next header, which one worker published before.
   MK_INLINE void wake_step() {
     host.wake(&launch()->published);

@@ -73,6 +73,10 @@ class Executable(ABC):
     def notify(self) -> None:
         """Tell an idle kernel that the mailbox has an entry (a no-op where kernels poll)."""
 
+    def facts(self) -> Mapping[str, Any]:
+        """What the backend observed of the last launch, between launches; empty where it observes nothing."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """End the workers and free the module. Idempotent."""
@@ -98,6 +102,10 @@ class Device(ABC):
     @abstractmethod
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
         """Compile to the file `output`. `include` holds the package's sources. Raises BuildError with the log."""
+
+    def code_report(self, binary: Path) -> Mapping[str, Any]:
+        """What the backend says of a compiled kernel (registers, occupancy, ...); empty where it says nothing."""
+        return {}
 
     @abstractmethod
     def load(self, binary: Path, target: Target, abi_hash: int) -> Executable:

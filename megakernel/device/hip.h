@@ -167,6 +167,19 @@ struct Worker {
     add_release(p, 1);
   }
 
+  // The same; true in the lane that made the counter `complete`. It has then acquired what all of them released.
+  template <class Word>
+  MK_DEVICE bool signal_last(Word* p, uint32_t counter, uint64_t complete)
+    requires(kGroups > 1)
+  {
+    if constexpr (kChaos) delay();
+    if (lane() != 0) return false;
+    if constexpr (kChaos) {
+      if (counter == args.drop_signal && exchange_acquire_release(&launch()->pad, 1) == 0) return false;
+    }
+    return add_acquire_release(p, 1) == complete;
+  }
+
   // The first fault of a launch is recorded; every worker leaves.
   MK_DEVICE void fault(abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
     if (lane() == 0) report(kind, tile, counter, value, target);
@@ -220,6 +233,12 @@ struct Worker {
     for (uint32_t i = 0; i < times; ++i) pause();
   }
 };
+
+}  // namespace megakernel::dev
+
+#include "megakernel/device/hip_seats.h"
+
+namespace megakernel::dev {
 
 // ------------------------------------------------------------------------------------------------ tiles
 // Sums of 16 x 16 outputs by matrix cores. A tile of few columns is shared by kParts waves, each with every kParts-th
@@ -302,15 +321,15 @@ MK_DEVICE void dot_tile(
 
 }  // namespace megakernel::dev
 
-// The entry of a program: `TASKS` is its TaskList. After KernelArgs come the address of the overflow memory and its bytes
-// per worker.
+// The entry of a program: `TASKS` is its TaskList. After KernelArgs come the address of the overflow memory, its bytes
+// per worker, and the address of the Seats.
 #define MEGAKERNEL_ENTRY(TASKS)                                                                                        \
-  extern "C" __attribute__((device)) __attribute__((used)) const uint64_t mk_abi_hash =                        \
+  extern "C" __attribute__((device)) __attribute__((used)) const uint64_t mk_abi_hash =                                \
       megakernel::abi::kAbiHash;                                                                                       \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(                                       \
       megakernel::dev::kThreads, megakernel::dev::kThreads))) void                                                     \
-  mk_worker(const megakernel::abi::KernelArgs, uint64_t overflow, uint64_t overflow_bytes) {                      \
+  mk_worker(const megakernel::abi::KernelArgs, uint64_t overflow, uint64_t overflow_bytes, uint64_t seats) {           \
     megakernel::dev::take_args();                                                                                      \
-    megakernel::dev::Worker worker(megakernel::dev::group_index(), overflow, overflow_bytes);                          \
+    megakernel::dev::Worker worker(megakernel::dev::take_seat(seats), overflow, overflow_bytes);                       \
     megakernel::run_worker<TASKS>(worker);                                                                             \
   }

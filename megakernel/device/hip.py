@@ -1,7 +1,7 @@
 """The HIP device: compiles with any clang that knows AMD GPUs, loads and launches through hip-python.
 
-Compiling and inspecting work on any machine. Everything from `probe` on that asks a GPU is written from hip-python's
-and HIP's documentation and has not run on hardware: docs/amd.md says what to check first.
+Compiling and inspecting work on any machine. Everything from `probe` on that asks a GPU has not run on hardware. Tests
+run it through hip-python itself, above an imitation of the runtime library: docs/amd.md says what to check first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from megakernel.device.code_object import KernelReport, kernel_report, symbol_bytes
 from megakernel.device.device import Availability, Buffer, Bytes, Device, Executable, KernelSource
 from megakernel.device.hip_compiler import FREESTANDING, compile_code_object, compile_flags, find_compiler
+from megakernel.device.hip_report import code_report
 from megakernel.errors import (
     BuildError,
     CapacityError,
@@ -36,13 +37,11 @@ INSTALL = 'pip install "megakernel-decode[hip]"'
 KERNEL, ABI_SYMBOL = "mk_worker", "mk_abi_hash"
 OVERFLOW_BYTES = 2 << 20  # of one worker: what a record needs beyond the LDS
 CLOCK_KHZ = 100_000  # of the constant clock, as kTickNs in hip_isa.h has it
-COHERENT, MAPPED, PORTABLE = 0x40000000, 0x2, 0x1  # flags of hipHostMalloc
+COHERENT, MAPPED, PORTABLE = 0x40000000, 0x2, 0x1  # flags of hipHostMalloc; coherent: fine-grained
 NON_BLOCKING = 0x1  # flag of hipStreamCreateWithFlags
-
-
-def report_of(binary: Path) -> KernelReport:
-    """Registers, spills, LDS and more of a compiled kernel. Raises ProgramError when it is no AMD code object."""
-    return kernel_report(binary.read_bytes())
+OLDEST_RUNTIME = 60000000  # HIP 6.0, the first with the properties that hip-python reads
+NEEDS_ROCM = ("gfx1250",)  # clang 22 builds it as a compile check only
+SEATS_BYTES = 128  # of Seats in hip_seats.h, before the place of each worker
 
 
 # ------------------------------------------------------------------------------------------------ what is there
@@ -58,6 +57,8 @@ class GpuInfo:
     memory: int
     clock_khz: int
     cooperative: bool
+    groups: int | None  # XCDs of the device as it is partitioned; None: the runtime does not say
+    runtime: int  # version of HIP, 70200000 is 7.2
 
 
 def _hip() -> Any:
@@ -84,27 +85,50 @@ def probe() -> tuple[tuple[GpuInfo, ...], str]:
         status, count = hip.hipGetDeviceCount()
         if int(status) != 0 or count == 0:
             return (), f"the ROCm runtime is installed and sees no GPU ({status.name})"
-        return tuple(_info(hip, i) for i in range(count)), ""
+        version = int(_checked(hip.hipRuntimeGetVersion()))
+        if version < OLDEST_RUNTIME:
+            return (), f"the ROCm runtime has HIP {_version(version)}; {_version(OLDEST_RUNTIME)} or newer is needed"
+        return tuple(_info(hip, i, version) for i in range(count)), ""
     except DeviceUnavailable as e:
         return (), str(e)
     except (ImportError, RuntimeError) as e:  # hip-python loads libamdhip64.so at its first call
         return (), f"the ROCm runtime is not installed ({str(e).splitlines()[0][:120]})"
+    except AttributeError as e:
+        return (), f"this version of hip-python lacks what is needed ({e}); {INSTALL}"
     except MegakernelError as e:
         return (), f"the GPUs cannot be asked for their properties: {e}"
 
 
-def _info(hip: Any, index: int) -> GpuInfo:
-    properties = hip.hipDeviceProp_t()
-    _checked(hip.hipGetDeviceProperties(properties, index))
-    kinds = hip.hipDeviceAttribute_t
+def _version(number: int) -> str:
+    return f"{number // 10_000_000}.{number // 100_000 % 100}"
+
+
+def _properties(hip: Any, index: int) -> Any:
+    """hip-python 10 returns the properties; versions before fill those that they are given."""
+    try:
+        return _checked(hip.hipGetDeviceProperties(index))
+    except TypeError:
+        properties = hip.hipDeviceProp_t()
+        _checked(hip.hipGetDeviceProperties(properties, index))
+        return properties
+
+
+def _text(value: str | bytes) -> str:
+    """hip-python 10 gives texts, versions before give bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _info(hip: Any, index: int, runtime: int) -> GpuInfo:
+    properties, kinds = _properties(hip, index), hip.hipDeviceAttribute_t
 
     def attribute(name: str) -> int:
         return int(_checked(hip.hipDeviceGetAttribute(getattr(kinds, f"hipDeviceAttribute{name}"), index)))
 
     return GpuInfo(
-        index, properties.name.decode(), properties.gcnArchName.decode().split(":")[0],
+        index, _text(properties.name), _text(properties.gcnArchName).split(":")[0],
         int(properties.multiProcessorCount), int(properties.sharedMemPerBlock), int(properties.totalGlobalMem),
         attribute("WallClockRate"), attribute("CooperativeLaunch") == 1,
+        attribute("NumberOfXccs") if hasattr(kinds, "hipDeviceAttributeNumberOfXccs") else None, runtime,
     )  # fmt: skip
 
 
@@ -120,7 +144,8 @@ def target_for(gpu: GpuInfo) -> Target:
         )
     if gpu.clock_khz != CLOCK_KHZ:
         raise TargetError(f"{gpu.name} has a constant clock of {gpu.clock_khz} kHz; the kernel expects {CLOCK_KHZ}")
-    return replace(base, workers=gpu.units, stream_gbps=base.stream_gbps * gpu.units / base.workers)
+    groups = base.groups if gpu.groups is None or base.groups == 1 else max(1, gpu.groups)
+    return replace(base, workers=gpu.units, groups=groups, stream_gbps=base.stream_gbps * gpu.units / base.workers)
 
 
 # ------------------------------------------------------------------------------------------------ running
@@ -134,7 +159,11 @@ class HipExecutable(Executable):
         self._function = _checked(self._hip.hipModuleGetFunction(self._module, KERNEL.encode()))
         self._check_residency()
         self._overflow = device.allocate(target.workers * OVERFLOW_BYTES)
+        self._seats = device.allocate(SEATS_BYTES + 4 * target.workers)
+        device.fill(self._seats, 0)
         self._stream = _checked(self._hip.hipStreamCreateWithFlags(NON_BLOCKING))
+        self._begin, self._end = (_checked(self._hip.hipEventCreateWithFlags(0)) for _ in range(2))
+        self._launched = False
         self._ring: ctypes.c_uint64 | None = None
 
     def _check_residency(self) -> None:
@@ -155,22 +184,26 @@ class HipExecutable(Executable):
         ring = self._device.host_address(int.from_bytes(args[at : at + 8], "little"))
         self._ring = ctypes.c_uint64.from_address(ring)  # TokenRing.written is its first word
         held = ctypes.create_string_buffer(args, len(args))
-        overflow, size = ctypes.c_uint64(self._overflow.address), ctypes.c_uint64(OVERFLOW_BYTES)
-        pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(v) for v in (held, overflow, size)))
+        words = [ctypes.c_uint64(v) for v in (self._overflow.address, OVERFLOW_BYTES, self._seats.address)]
+        pointers = (ctypes.c_void_p * 4)(*(ctypes.addressof(v) for v in (held, *words)))
+        _checked(self._hip.hipMemsetAsync(self._seats.address, 0, self._seats.bytes, self._stream))
+        _checked(self._hip.hipEventRecord(self._begin, self._stream))
         _checked(
             self._hip.hipModuleLaunchCooperativeKernel(
                 self._function, self._workers, 1, 1, self._threads, 1, 1, 0, self._stream, ctypes.addressof(pointers)
             )
         )
+        _checked(self._hip.hipEventRecord(self._end, self._stream))
+        self._launched = True
 
     def wait_event(self, ring_seen: int, timeout_s: float) -> bool:
         return _sleep_until(lambda: self._ring is None or self._ring.value > ring_seen or not self.running(), timeout_s)
 
     def running(self) -> bool:
-        if self._module is None:
+        if self._module is None or not self._launched:
             return False
         self._device.make_current()
-        (status,) = self._hip.hipStreamQuery(self._stream)
+        (status,) = self._hip.hipEventQuery(self._end)
         if status == self._hip.hipError_t.hipErrorNotReady:
             return True
         if int(status) != 0:
@@ -183,14 +216,25 @@ class HipExecutable(Executable):
     def notify(self) -> None:
         """Nothing to do: the kernel looks at the mailbox in every step."""
 
+    def facts(self) -> Mapping[str, Any]:
+        """Of the last launch: its time by the device's clock, and the XCD that each worker ran on."""
+        if self._module is None or not self._launched or self.running():
+            return {}
+        raw = self._device.download(self._seats, SEATS_BYTES, 4 * self._workers).view(np.uint32)
+        elapsed = float(_checked(self._hip.hipEventElapsedTime(self._begin, self._end)))
+        return {"launch_ms": elapsed, "xcd_of_worker": raw.tolist()}
+
     def close(self) -> None:
         if self._module is None:
             return
         self._device.make_current()
         _checked(self._hip.hipStreamSynchronize(self._stream))
+        for event in (self._begin, self._end):
+            _checked(self._hip.hipEventDestroy(event))
         _checked(self._hip.hipStreamDestroy(self._stream))
         _checked(self._hip.hipModuleUnload(self._module))
         self._device.free(self._overflow)
+        self._device.free(self._seats)
         self._module = None
 
 
@@ -227,11 +271,17 @@ class HipDevice(Device):
             return Availability(False, f"{self._info.name} has no cooperative launch, which keeps all workers resident")
         try:
             target_for(self._info)
-            find_compiler(self._compiler)
+            compiler = find_compiler(self._compiler)
         except (TargetError, BuildError) as e:
             return Availability(False, str(e))
         i = self._info
-        return Availability(True, "", f"{i.name}, {i.architecture}, {i.units} units, {i.memory >> 30} GiB")
+        if i.architecture in NEEDS_ROCM and compiler.kind != "hiprtc" and "AMD clang" not in compiler.version:
+            return Availability(
+                False, f"{i.name} is {i.architecture}, whose kernels need a prologue that {compiler.version} does not "
+                "write; install ROCm's compiler",
+            )  # fmt: skip
+        text = f"{i.name}, {i.architecture}, {i.units} units, {i.memory >> 30} GiB, HIP {_version(i.runtime)}"
+        return Availability(True, "", text)
 
     @property
     def target(self) -> Target:
@@ -247,6 +297,9 @@ class HipDevice(Device):
         if report.architecture != source.target.name:
             raise BuildError(f"the compiler made code for {report.architecture}, asked for {source.target.name}")
         output.write_bytes(code)
+
+    def code_report(self, binary: Path) -> Mapping[str, Any]:
+        return code_report(binary.read_bytes())
 
     def load(self, binary: Path, target: Target, abi_hash: int) -> HipExecutable:
         code, own = binary.read_bytes(), self.target

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.device.device import KernelSource
+from megakernel.device.hip_report import with_counts
 from megakernel.errors import BuildError, NoCompiler, TargetError
 from megakernel.settings import read_settings
 from megakernel.target import TARGETS, Target
@@ -78,6 +79,7 @@ def compile_flags(target: Target, chaos: bool, trace: bool) -> tuple[str, ...]:
     return (
         f"--offload-arch={target.name}", "-O3", "-std=c++20", "-ffp-contract=fast", "-fno-strict-aliasing",
         f"-DMEGAKERNEL_WAVE={WAVES[target.name]}", f"-DMEGAKERNEL_LDS_BYTES={target.shared_bytes}",
+        f"-DMEGAKERNEL_GROUPS={target.groups}",
         *(("-DMEGAKERNEL_CHAOS=1",) if chaos else ()), *(("-DMEGAKERNEL_TRACE=1",) if trace else ()),
     )  # fmt: skip
 
@@ -95,7 +97,7 @@ def compile_code_object(source: KernelSource, include: Path, compiler: Compiler)
     with tempfile.TemporaryDirectory(prefix="megakernel-") as folder:
         work = Path(folder)
         assembly = work / "kernel.s"
-        assembly.write_text(compile_assembly(source, include, compiler))
+        assembly.write_text(with_counts(compile_assembly(source, include, compiler)))
         return link_assembly(assembly, source.target, compiler)
 
 
@@ -152,10 +154,11 @@ def _hiprtc() -> Any | None:
     try:
         from hip import hiprtc
 
-        hiprtc.hiprtcVersion()
+        library: Any = hiprtc  # its functions have no types
+        library.hiprtcVersion()
     except (ImportError, RuntimeError, AttributeError):
         return None  # no ROCm: the next compiler in the list is tried, and the error names them all
-    return hiprtc
+    return library
 
 
 def _compile_hiprtc(source: KernelSource, include: Path) -> bytes:

@@ -1,7 +1,7 @@
 // The instructions that have no C++ spelling, each as one function: gfx90a, gfx942, gfx950, gfx1100, gfx1250.
 //
 // Freestanding: no HIP header and no device library. The compiler is told by -D what the target has: MEGAKERNEL_WAVE
-// lanes of a wave, MEGAKERNEL_LDS_BYTES of LDS.
+// lanes of a wave, MEGAKERNEL_LDS_BYTES of LDS, MEGAKERNEL_GROUPS of workers.
 #pragma once
 #include "megakernel/device/types.cuh"
 
@@ -18,6 +18,7 @@ namespace megakernel::dev {
 constexpr uint32_t kWave = MEGAKERNEL_WAVE;
 constexpr uint32_t kThreads = 256;  // of a workgroup, which is one worker
 constexpr uint32_t kWaves = kThreads / kWave;
+constexpr uint32_t kGroups = MEGAKERNEL_GROUPS;  // of workers that share an L2: see hip_seats.h
 
 // ------------------------------------------------------------------------------------------------ where a lane is
 // Opaque, so that masks made of it are computed where they are used: a kernel of this size has no scalar registers to
@@ -85,6 +86,9 @@ MK_DEVICE uint64_t fetch_add(uint64_t* p, uint64_t v) {
   return __hip_atomic_fetch_add(p, v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 MK_DEVICE uint32_t add_acquire_release(uint32_t* p, uint32_t v) {
+  return __hip_atomic_fetch_add(p, v, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT) + v;
+}
+MK_DEVICE uint64_t add_acquire_release(uint64_t* p, uint64_t v) {
   return __hip_atomic_fetch_add(p, v, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT) + v;
 }
 MK_DEVICE uint32_t exchange_acquire_release(uint32_t* p, uint32_t v) {

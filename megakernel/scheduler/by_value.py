@@ -32,11 +32,13 @@ def drop_value_waits(schedule: Schedule) -> Schedule:
     queues = [[e if keep[e.node] else replace(e, waits=()) for e in queue] for queue in schedule.queues]
     shared = [e if keep[e.node] else replace(e, waits=()) for e in schedule.shared]
     waited = {w.counter for entries in (*queues, shared) for e in entries for w in e.waits}
+    relays = tuple(r for r in schedule.relays if r.to in waited)
+    waited |= {r.counter for r in relays}
 
     def quiet(entries: Iterable[Entry]) -> tuple[Entry, ...]:
         return tuple(e if e.signal in waited else replace(e, signal=None) for e in entries)
 
-    return replace(schedule, queues=tuple(quiet(q) for q in queues), shared=quiet(shared))
+    return replace(schedule, queues=tuple(quiet(q) for q in queues), shared=quiet(shared), relays=relays)
 
 
 def _needs_counters(node: TaskNode, values: frozenset[str]) -> bool:

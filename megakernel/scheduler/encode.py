@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megakernel.errors import RecordError
-from megakernel.scheduler.schedule import Entry, Schedule, Wait
+from megakernel.scheduler.schedule import Entry, Relay, Schedule, Wait
 from megakernel.scheduler.ticket import payload as ticket_payload
 from megakernel.tasks.record import MAX_WAITS, NONE, OPCODE_END, OPCODE_TICKET, RECORD, RECORD_PAYLOAD, TICKET
 from megakernel.tasks.task import Addresses, TaskNode
 
 Records = npt.NDArray[Any]
+LARGEST_U16 = 0xFFFF
 
 
 def encode(schedule: Schedule, opcode_of: Callable[[TaskNode], int], addresses: Addresses) -> Records:
@@ -28,13 +29,14 @@ def encode(schedule: Schedule, opcode_of: Callable[[TaskNode], int], addresses: 
     out["opcode"], out["signal"] = OPCODE_END, NONE
     payloads = [_payload(n, addresses) for n in schedule.nodes]
     opcodes = [opcode_of(n) for n in schedule.nodes]
+    relays = {r.counter: r for r in schedule.relays}
     for worker, queue in enumerate(schedule.queues):
-        _fill(out[worker, : len(queue)], queue, opcodes, payloads)
+        _fill(out[worker, : len(queue)], queue, opcodes, payloads, relays)
         for index, entry in enumerate(queue):
             if entry.node in schedule.ticketed:
                 out[worker, index]["opcode"] = OPCODE_TICKET
                 _put(out[worker, index], TICKET.pack(ticket_payload(schedule, entry.node, shared_at)))
-    _fill(out[0, shared_at : shared_at + len(schedule.shared)], schedule.shared, opcodes, payloads)
+    _fill(out[0, shared_at : shared_at + len(schedule.shared)], schedule.shared, opcodes, payloads, relays)
     return out
 
 
@@ -53,7 +55,9 @@ def decode(records: Records, nodes: Sequence[TaskNode], counters: int, policy: s
         queues.append(tuple(_entry(r) for r in row[: ends[0]]))
     flat = records.reshape(-1)
     shared = tuple(_entry(r) for node in sorted(spans) for r in flat[spans[node][0] : sum(spans[node])])
-    return Schedule(tuple(nodes), tuple(queues), counters, policy, frozenset(spans), shared)
+    relays = {(int(r["signal"]), int(r["members"]), int(r["relay"])) for r in flat[flat["members"] > 0]}
+    made = tuple(Relay(*r) for r in sorted(relays))
+    return Schedule(tuple(nodes), tuple(queues), counters, policy, frozenset(spans), shared, made)
 
 
 def _payload(node: TaskNode, addresses: Addresses) -> bytes:
@@ -63,7 +67,10 @@ def _payload(node: TaskNode, addresses: Addresses) -> bytes:
     return data.ljust(RECORD_PAYLOAD, b"\0")
 
 
-def _fill(rows: Records, entries: Sequence[Entry], opcodes: Sequence[int], payloads: Sequence[bytes]) -> None:
+def _fill(
+    rows: Records, entries: Sequence[Entry], opcodes: Sequence[int], payloads: Sequence[bytes],
+    relays: Mapping[int, Relay],
+) -> None:  # fmt: skip
     if not entries:
         return
     for e in entries:
@@ -77,6 +84,11 @@ def _fill(rows: Records, entries: Sequence[Entry], opcodes: Sequence[int], paylo
     rows["tile_begin"] = [e.first for e in entries]
     rows["tile_count"] = [e.count for e in entries]
     rows["signal"] = [NONE if e.signal is None else e.signal for e in entries]
+    of = [None if e.signal is None else relays.get(e.signal) for e in entries]
+    if any(r is not None and max(r.count, r.to) > LARGEST_U16 for r in of):
+        raise RecordError(f"a record holds relays to counters up to {LARGEST_U16} of as many signals")
+    rows["members"] = [r.count if r else 0 for r in of]
+    rows["relay"] = [r.to if r else 0 for r in of]
     fill = [Wait(0, 0)] * MAX_WAITS
     waits = [((*e.waits, *fill)[:MAX_WAITS]) for e in entries]
     rows["waits"]["counter"] = [[w.counter for w in row] for row in waits]

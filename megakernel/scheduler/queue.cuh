@@ -32,8 +32,19 @@ MK_DEVICE bool wait_all(Worker& w, const abi::Record& record, Idle idle) {
   return true;
 }
 
-MK_DEVICE void signal(Worker& w, const abi::Record& record) {
-  if (record.signal != abi::kNone) w.signal(counter(w, record.signal), record.signal);
+// The counter of a group has a relay: whose signal completes it signals the counter of all groups. Devices whose workers
+// are all one group have no `signal_last` and no records with relays.
+template <class W>
+MK_DEVICE void signal(W& w, const abi::Record& record) {
+  if (record.signal == abi::kNone) return;
+  uint64_t* own = counter(w, record.signal);
+  if constexpr (requires { w.signal_last(own, 0u, uint64_t(0)); }) {
+    if (record.members != 0) {
+      if (w.signal_last(own, record.signal, record.members * w.step)) w.signal(counter(w, record.relay), record.relay);
+      return;
+    }
+  }
+  w.signal(own, record.signal);
 }
 
 // The next shared record of a ticketed node, or null when there are no more in this step.

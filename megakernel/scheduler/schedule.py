@@ -27,6 +27,15 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Relay:
+    """Whose signal makes `counters[counter] == count * step` adds 1 to `counters[to]`: see relay.py."""
+
+    counter: int
+    count: int
+    to: int
+
+
+@dataclass(frozen=True)
 class Schedule:
     """For each worker its ordered queue; `counters` is how many counters there are.
 
@@ -40,6 +49,7 @@ class Schedule:
     policy: str
     ticketed: frozenset[int] = frozenset()
     shared: tuple[Entry, ...] = ()
+    relays: tuple[Relay, ...] = ()
 
     @property
     def workers(self) -> int:

@@ -1,7 +1,9 @@
 """How long a step would take: a model of the machine good enough to compare schedules and to see what waits for what.
 
+A counter takes its signals one after the other, `signal_us` each; a relay reaches the counter above it a hop later.
 An entry takes max(its stream bytes / a worker's share of the bandwidth, its flops / a worker's rate) + task_us. A wait
-is over when the last producer is done, one hop later if that ran on another worker. On a target with shared memory a
+is over when the last producer is done, one hop later if that ran on another worker. A step whose bytes all fit into
+the cache before the memory is read from there, since each step reads the same. On a target with shared memory a
 worker streams ahead into a ring while it waits, as far as the ring and its queue allow.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from megakernel.errors import ScheduleError
 from megakernel.scheduler.schedule import Entry, Schedule
@@ -26,6 +28,7 @@ class Calibration:
     stream_gbps: float | None = None
     worker_gflops: float | None = None
     hop_us: float | None = None
+    signal_us: float | None = None
     task_us: float | None = None
     task_scale: Mapping[str, float] = field(default_factory=dict)
 
@@ -76,16 +79,26 @@ def simulate(schedule: Schedule, target: Target, context: int, calibration: Cali
     return _Run(schedule, target, context, calibration or Calibration()).run()
 
 
+def share_of_hops(schedule: Schedule, target: Target, context: int, calibration: Calibration | None = None) -> float:
+    """The part of a step that goes when every hop and every turn at a counter takes no time, 0 to 1."""
+    given = calibration or Calibration()
+    whole = simulate(schedule, target, context, given).makespan_us
+    without = simulate(schedule, target, context, replace(given, hop_us=0.0, signal_us=0.0)).makespan_us
+    return max(0.0, 1 - without / whole) if whole else 0.0
+
+
 @dataclass
 class _Seen:
     """A counter: when its signals arrived, and from whom."""
 
     signals: int = 0
+    ends: list[float] = field(default_factory=list)
     last: tuple[float, int, int] = (0.0, -1, -1)  # end, worker, span
     other: tuple[float, int, int] = (0.0, -1, -1)  # the latest from any worker but the last one's
 
     def add(self, signal: tuple[float, int, int]) -> None:
         self.signals += 1
+        self.ends.append(signal[0])
         if self.signals == 1 or signal[0] >= self.last[0]:
             if signal[1] != self.last[1]:
                 self.other = self.last
@@ -93,10 +106,20 @@ class _Seen:
         elif signal[1] != self.last[1] and signal[0] >= self.other[0]:
             self.other = signal
 
-    def ready(self, worker: int, hop: float) -> tuple[float, int]:
+    def queueing(self, signal_us: float) -> float:
+        """How long after the last signal was sent all have been taken, one after the other."""
+        taken = 0.0
+        for end in sorted(self.ends):
+            taken = max(taken, end) + signal_us
+        return taken - max(self.ends, default=0.0)
+
+    def ready(self, worker: int, hop: float, signal_us: float) -> tuple[float, int]:
         """When that worker sees it complete, and because of which span."""
+        late = self.queueing(signal_us) if signal_us else 0.0
         found = [
-            (end + (hop if who != worker else 0.0), span) for end, who, span in (self.last, self.other) if who >= 0
+            (end + late + (hop if who != worker else 0.0), span)
+            for end, who, span in (self.last, self.other)
+            if who >= 0
         ]
         return max(found, default=(0.0, -1))
 
@@ -117,19 +140,24 @@ class _Run:
     def __init__(self, schedule: Schedule, target: Target, context: int, calibration: Calibration) -> None:
         c = calibration
         self.schedule, self.target, self.context, self.scale = schedule, target, context, c.task_scale
-        self.stream_gbps = _pick(c.stream_gbps, target.stream_gbps)
+        self.workers = [_Worker(ahead=sum(self._bytes(e) for e in q if e.count)) for q in schedule.queues]
+        fits = sum(w.ahead for w in self.workers) + sum(map(self._bytes, schedule.shared)) <= target.cache_bytes
+        self.stream_gbps = _pick(c.stream_gbps, target.cache_gbps if fits and target.cache_gbps else target.stream_gbps)
         self.rate = self.stream_gbps / schedule.workers * 1e3  # bytes a microsecond
         self.flops = _pick(c.worker_gflops, target.worker_gflops) * 1e3
         self.hop, self.task = _pick(c.hop_us, target.hop_us), _pick(c.task_us, target.task_us)
+        self.signal_us = _pick(c.signal_us, target.signal_us)
+        self.relays = {r.counter: r.to for r in schedule.relays}
         self.ring = target.shared_bytes * RING_SHARE
         self.needed: dict[int, int] = {}
         for e in [e for queue in schedule.queues for e in queue] + list(schedule.shared):
             if e.signal is not None:
                 self.needed[e.signal] = self.needed.get(e.signal, 0) + 1
+        for r in schedule.relays:
+            self.needed[r.to] = self.needed.get(r.to, 0) + 1
         self.counters = [_Seen() for _ in range(schedule.counters)]
         self.waiting: dict[int, list[int]] = {}  # counter -> workers that sleep on it
         self.queue = {n: [e for e in schedule.shared if e.node == n] for n in schedule.ticketed}
-        self.workers = [_Worker(ahead=sum(self._bytes(e) for e in q if e.count)) for q in schedule.queues]
         self.spans: list[Span] = []
         self.cause: list[int] = []  # per span the span that it began after, -1 for none
         self.stream = 0.0
@@ -177,12 +205,21 @@ class _Run:
             return [index]
         else:
             worker.at += 1
-        woken = [index]
-        if entry.signal is not None:
-            seen = self.counters[entry.signal]
-            seen.add((worker.free, index, worker.last))
-            if seen.signals == self.needed[entry.signal]:
-                woken += self.waiting.pop(entry.signal, [])
+        if entry.signal is None:
+            return [index]
+        return [index, *self._signal(entry.signal, (worker.free, index, worker.last))]
+
+    def _signal(self, counter: int, signal: tuple[float, int, int]) -> list[int]:
+        """A signal that was sent then, by that worker after that span; the workers that may go on because of it."""
+        seen = self.counters[counter]
+        seen.add(signal)
+        if seen.signals < self.needed[counter]:
+            return []
+        woken = self.waiting.pop(counter, [])
+        if counter in self.relays:
+            end, who, span = seen.last
+            sent = end + seen.queueing(self.signal_us) + self.hop
+            woken += self._signal(self.relays[counter], (sent, who, span))
         return woken
 
     def _next(self, worker: _Worker, index: int) -> Entry | None:
@@ -192,7 +229,7 @@ class _Run:
     def _execute(self, index: int, worker: _Worker, entry: Entry) -> None:
         node = self.schedule.nodes[entry.node]
         cost = node.task.cost(node, entry.first, entry.count, self.context)
-        ready = [self.counters[w.counter].ready(index, self.hop) for w in entry.waits]
+        ready = [self.counters[w.counter].ready(index, self.hop, self.signal_us) for w in entry.waits]
         start, cause = max([(worker.free, worker.last), *ready])
         if worker.taken is not None:
             worker.ahead += cost.stream_bytes

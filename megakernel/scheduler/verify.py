@@ -7,6 +7,10 @@ fewer is already true in a later step. It is accepted where nothing depends on i
 An entry A is known to be done before B begins when A stands before B in a queue, or a wait of B or of something before
 B is for a counter that A, or something after A in its queue, signals. `clock[B][q]` is how many entries of queue q are
 so known. Each entry of the shared list is a queue of its own, begun by no particular worker.
+
+The counter of a group that has its `count` signals signals the counter above it (relay.py), which so knows what the
+signals of the group make known. Both levels are checked: the count of a relay must be exactly the signals of its
+counter, or it would be sent early, or never.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megakernel.errors import ScheduleError
-from megakernel.scheduler.schedule import Entry, Schedule
+from megakernel.scheduler.schedule import Entry, Relay, Schedule
 from megakernel.scheduler.verify_memory import Clock, MemoryCheck, describe
 from megakernel.tasks.record import MAX_WAITS
 
@@ -35,7 +39,7 @@ def verify(
     `memory`: byte offset and bytes of each tensor, to find buffers that share memory. `external`: tensors that are
     filled from outside. `repeats`: steps follow each other, so the last node must have one tile and follow all others.
     """
-    findings = [*_shape(schedule), *_tiles(schedule), *_tickets(schedule)]
+    findings = [*_shape(schedule), *_tiles(schedule), *_tickets(schedule), *_relays(schedule)]
     if findings:
         raise ScheduleError(tuple(findings))
     machine = _Machine(schedule)
@@ -118,6 +122,27 @@ def _tickets(schedule: Schedule) -> list[str]:
     return out
 
 
+def _relays(schedule: Schedule) -> list[str]:
+    usable = schedule.counters - len(schedule.ticketed)
+    signals = [0] * max(0, schedule.counters)
+    for _, e in _all_entries(schedule):
+        if e.signal is not None and 0 <= e.signal < usable:
+            signals[e.signal] += 1
+    sources = {r.counter for r in schedule.relays}
+    out = []
+    if len(sources) < len(schedule.relays):
+        out.append("a counter of a group has two relays; a record holds one")
+    for r in schedule.relays:
+        name = f"the relay of counter {r.counter} to counter {r.to}"
+        if not (0 <= r.counter < usable and 0 <= r.to < usable):
+            out.append(f"{name}: {usable} counters can be signalled")
+        elif r.to in sources:
+            out.append(f"{name}: the latter has a relay itself; there are two levels")
+        elif r.count < 1 or r.count != signals[r.counter]:
+            out.append(f"{name} is sent after {r.count} signals; its counter gets {signals[r.counter]} in a step")
+    return out
+
+
 def _thresholds(schedule: Schedule, machine: _Machine) -> list[str]:
     return [
         f"{where}: node {schedule.nodes[e.node].name} waits for {w.count} signals of counter {w.counter}, "
@@ -154,6 +179,7 @@ class _Machine:
     done: list[int] = field(init=False)  # per column
     clock: list[list[Clock]] = field(init=False)
     joined: list[Clock] = field(init=False)  # per counter: what its signals so far make known
+    relays: dict[int, Relay] = field(init=False)
 
     def __post_init__(self) -> None:
         s = self.schedule
@@ -162,6 +188,9 @@ class _Machine:
         for _, e in _all_entries(s):
             if e.signal is not None:
                 self.signals[e.signal] += 1
+        self.relays = {r.counter: r for r in s.relays}
+        for r in s.relays:
+            self.signals[r.to] += 1
         self.done = [0] * len(self.columns)
         self.clock = [[] for _ in self.columns]
         self.joined = [np.zeros(len(self.columns), np.int32) for _ in range(s.counters)]
@@ -188,11 +217,17 @@ class _Machine:
         self.clock[column].append(self._begin(column, entry))
         self.done[column] += 1
         if entry.signal is not None:
-            self.value[entry.signal] += 1
-            after = self.joined[entry.signal]
-            np.maximum(after, self.clock[column][at], out=after)
-            after[column] = max(int(after[column]), at + 1)
+            known = self.clock[column][at].copy()
+            known[column] = max(int(known[column]), at + 1)
+            self._signal(entry.signal, known)
         return True
+
+    def _signal(self, counter: int, known: Clock) -> None:
+        self.value[counter] += 1
+        np.maximum(self.joined[counter], known, out=self.joined[counter])
+        relay = self.relays.get(counter)
+        if relay is not None and self.value[counter] == relay.count:
+            self._signal(relay.to, self.joined[counter])
 
     def _waited(self, entry: Entry) -> bool:
         return all(self.value[w.counter] >= w.count for w in entry.waits)
@@ -233,9 +268,15 @@ class _Machine:
         at = self.done[column]
         entry = self.columns[column][at]
         open_waits = [
-            f"counter {w.counter} has {self.value[w.counter]} of {w.count}"
+            f"counter {w.counter} has {self.value[w.counter]} of {w.count}{self._groups(w.counter)}"
             for w in entry.waits
             if self.value[w.counter] < w.count
         ]
         why = "; ".join(open_waits) or "tickets are not handed out yet"
         return f"deadlock: {describe(self.schedule, column, at)} never runs: {why}"
+
+    def _groups(self, counter: int) -> str:
+        """The counters of groups that this one still lacks."""
+        short = [r for r in self.relays.values() if r.to == counter and self.value[r.counter] < r.count]
+        said = ", ".join(f"counter {r.counter} of a group has {self.value[r.counter]} of {r.count}" for r in short)
+        return f" ({said})" if said else ""

@@ -11,6 +11,7 @@ struct Host {
   megakernel::abi::KernelArgs args;
   uint64_t overflow_bytes = 2 << 20;
   char* overflow;
+  megakernel::dev::Seats* seats;
 };
 
 struct Start {
@@ -21,7 +22,7 @@ struct Start {
 inline thread_local Host* launched;
 
 inline void run_lane() {
-  mk_worker(launched->args, uint64_t(launched->overflow), launched->overflow_bytes);
+  mk_worker(launched->args, uint64_t(launched->overflow), launched->overflow_bytes, uint64_t(launched->seats));
   end_lane();
 }
 
@@ -62,7 +63,7 @@ inline bool wait_end(Host* host, int64_t timeout_ns) {
     nanosleep(&nap, nullptr);
   }
   if (host->threads) {
-    for (uint32_t i = 0; i < host->workers; ++i) pthread_join(host->threads[i], nullptr);
+    for (uint32_t i = 0; i < host->workers - missing; ++i) pthread_join(host->threads[i], nullptr);
     delete[] host->threads;
     host->threads = nullptr;
   }
@@ -73,18 +74,31 @@ inline bool wait_end(Host* host, int64_t timeout_ns) {
 
 #define EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
 
+// The XCD that workgroup i is on, for i in [0, count), from the next launch on; the last `missing` never start.
+EMULATOR_EXPORT void mk_place(const uint32_t* places, uint32_t count, uint32_t missing) {
+  for (uint32_t i = 0; i < count && i < 64; ++i) emulator::place[i] = places[i];
+  emulator::missing = missing;
+}
+EMULATOR_EXPORT uint32_t mk_place_of(void* raw, uint32_t worker) {
+  return static_cast<emulator::Host*>(raw)->seats->place_of[worker];
+}
+EMULATOR_EXPORT uint32_t mk_seat(const uint32_t* count, uint32_t workers, uint32_t groups, uint32_t place, uint32_t rank) {
+  return megakernel::dev::seat(count, workers, groups, place, rank);
+}
 EMULATOR_EXPORT uint64_t mk_emulated_abi() { return mk_abi_hash; }
 EMULATOR_EXPORT void* mk_open(uint32_t workers) {
   auto* host = new emulator::Host{workers};
   host->overflow = static_cast<char*>(aligned_alloc(4096, workers * host->overflow_bytes));
+  host->seats = static_cast<megakernel::dev::Seats*>(calloc(1, sizeof(megakernel::dev::Seats) + workers * 4));
   return host;
 }
 EMULATOR_EXPORT void mk_launch(void* raw, const megakernel::abi::KernelArgs* args) {
   auto* host = static_cast<emulator::Host*>(raw);
   host->args = *args;
-  host->active = host->workers;
+  host->active = host->workers - emulator::missing;
+  memset(host->seats, 0, sizeof(megakernel::dev::Seats) + host->workers * 4);
   host->threads = new pthread_t[host->workers];
-  for (uint32_t i = 0; i < host->workers; ++i) {
+  for (uint32_t i = 0; i < host->workers - emulator::missing; ++i) {
     pthread_create(&host->threads[i], nullptr, emulator::run_group, new emulator::Start{host, i});
   }
 }
@@ -101,5 +115,6 @@ EMULATOR_EXPORT void mk_close(void* raw) {
   auto* host = static_cast<emulator::Host*>(raw);
   emulator::wait_end(host, int64_t(60) * 1000000000);
   free(host->overflow);
+  free(host->seats);
   delete host;
 }

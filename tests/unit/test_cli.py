@@ -21,7 +21,7 @@ from tests.fake_device import FakeDevice, expected
 from tests.unit.test_engine_llm import FakeLLM, letters_tokenizer, spelled
 
 pytestmark = pytest.mark.timeout(120)
-COMMANDS = ("devices", "build", "generate", "schedule", "source", "bench", "fetch-demo")
+COMMANDS = ("devices", "build", "generate", "schedule", "source", "bench", "report", "fetch-demo")
 ROOT = Path(__file__).parents[2]
 
 
@@ -196,3 +196,20 @@ def test_python_dash_m() -> None:
         [sys.executable, "-m", "megakernel", "--help"], cwd=ROOT, capture_output=True, text=True, env={**os.environ}
     )
     assert done.returncode == 0 and "generate" in done.stdout
+
+
+def test_build_writes_the_report_of_the_code_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reporting(FakeDevice):
+        def code_report(self, binary: Path) -> dict[str, Any]:
+            return {"vgprs": 7, "occupancy": {"workgroups": 1}}
+
+    device = Reporting()
+    monkeypatch.setattr(cli, "target_and_compiler", lambda *_given: (device, device.target))
+    given = ["build", "smollm2-135m", "-o", str(tmp_path / "program")]
+    env = {"MEGAKERNEL_CACHE": str(tmp_path / "cache")}
+    shown = run(*given, env=env)
+    assert shown.exit_code == 0 and "code object" in shown.stdout and "vgprs" in shown.stdout
+    written = json.loads((tmp_path / "program" / "report.json").read_text())
+    assert written == {"vgprs": 7, "occupancy": {"workgroups": 1}}
+    given[-1] = str(tmp_path / "again")
+    assert lines(run(*given, "--json", env=env))[-1]["code"] == written

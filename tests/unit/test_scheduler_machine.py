@@ -75,6 +75,8 @@ class Model:
             for i, e in enumerate(queue):
                 if e.signal is not None:
                     value[e.signal] += sum(self.done(state, (w, i), s) for s in range(self.steps))
+        for r in self.schedule.relays:  # one each time that the counter of a group reaches a multiple
+            value[r.to] += sum(value[r.counter] >= r.count * (s + 1) for s in range(self.steps)) if r.count else 0
         return value
 
     def moves(self, state: tuple[int, ...]) -> list[int]:

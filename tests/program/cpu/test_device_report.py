@@ -1,0 +1,85 @@
+"""`megakernel report` on the processor: every part of the file, and what is in it when a part fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megakernel import cli, device_report
+from megakernel.errors import DeviceFault, FaultReport, InvalidRequest
+
+pytestmark = pytest.mark.timeout(300)
+TESTS = """<testsuites><testsuite>
+<testcase classname="tests.a" name="good" time="1.5"/>
+<testcase classname="tests.a" name="bad" time="0.5"><failure message="no">E assert 1 == 2</failure></testcase>
+<testcase classname="tests.b" name="none" time="0"><skipped message="no GPU: none" type="pytest.skip"/></testcase>
+</testsuite></testsuites>"""
+
+
+def run(folder: Path, cache: Path, *more: str) -> tuple[Result, dict[str, Any]]:
+    out = folder / "report.json"
+    given = ["report", "-o", str(out), "--json", "--context", "8", "--tokens", "4", "--rounds", "1", *more]
+    result = CliRunner().invoke(cli.app, given, env={"MEGAKERNEL_CACHE": str(cache), "MEGAKERNEL_WORKERS": "2"})
+    return result, json.loads(out.read_text()) if out.exists() else {}
+
+
+def test_a_whole_report(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text(TESTS)
+    (tmp_path / "timeline.json").write_text('{"events": []}')
+    result, made = run(
+        tmp_path, cache, "--model", str(tiny), "--tests", str(tmp_path / "tests.xml"), "--attach",
+        str(tmp_path / "timeline.json"),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert made["format"] == device_report.FORMAT and made["failed"] == []
+    assert made["system"]["python"] and made["system"]["packages"]["numpy"]
+    assert made["device"]["name"] == "cpu" and made["device"]["target"]["workers"] == 2
+    assert {d["name"] for d in made["devices"]} >= {"cpu"}
+    found = made["check"]
+    assert found["largest relative error"] == 0.0 and found["same bits twice"] and found["same token"] == 1.0
+    timed = made[f"time {tiny}"]
+    (row,) = timed["measured"]
+    assert row["context"] == 8 and row["us_per_token"] > 0 and row["launches_per_token"]
+    assert timed["predicted"][0]["us_per_token"] > 0 and timed["predicted"][0]["figures"]
+    assert made["tests"] == {
+        "run": 3, "seconds": 2.0, "failed": {"tests.a::bad": "E assert 1 == 2"}, "skipped": {"no GPU: none": 1},
+    }  # fmt: skip
+    assert made["attached"] == [{"name": "timeline.json", "text": '{"events": []}'}]
+    line = json.loads(result.stdout.splitlines()[-1])
+    assert line["tests"] == "3 run, 1 failed" and "us at 8" in line[f"time {tiny}"]
+
+
+def test_a_part_that_fails_is_in_the_file_and_the_others_too(
+    tiny: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = FaultReport("wait budget", "matmul", "layer 0 qkv", 3, 1, "worker", 7, 2, 3, 1, ("who",), "what")
+
+    def broken(*_args: Any) -> Any:
+        raise DeviceFault(fault)
+
+    def odd(*_args: Any) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(device_report, "check", broken)
+    monkeypatch.setattr(device_report, "_predicted", odd)
+    result, made = run(tmp_path, cache, "--model", str(tiny))
+    assert result.exit_code == 1
+    assert made["failed"] == ["check", f"time {tiny}"]
+    assert made["check"]["error"] == "DeviceFault" and "counter 7" in made["check"]["message"]
+    assert made[f"time {tiny}"]["error"] == "ZeroDivisionError" and "odd" in made[f"time {tiny}"]["where"][-1]
+    assert made["device"]["name"] == "cpu" and made["tests"] is None
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"--tests .*: expected the file of pytest --junitxml"):
+        device_report.read_tests(tmp_path / "none.xml")
+    (tmp_path / "bad.xml").write_text("<testsuite>")
+    with pytest.raises(InvalidRequest, match="--junitxml"):
+        device_report.read_tests(tmp_path / "bad.xml")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidRequest, match=r"--attach .*: expected a text file"):
+        device_report._attachment(tmp_path / "binary")

@@ -1,0 +1,76 @@
+"""Figures of AMD parts: each with its source, taken over by its target, and used by the cost model."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megakernel import cli, parts
+from megakernel.parts import PARTS, part_of
+from megakernel.scheduler.schedule import Entry, Schedule
+from megakernel.scheduler.simulate import Calibration, share_of_hops, simulate
+from megakernel.target import ASSUMED_UNITS, TARGETS
+from tests.unit.test_relay import GROUPED, relayed_everywhere, six_to_one
+from tests.unit.test_scheduler_fakes import node
+
+AMD = [t for t in TARGETS.values() if t.backend == "hip"]
+
+
+def test_every_part_names_its_sources() -> None:
+    text = Path(parts.__file__).read_text()
+    known = set(re.findall(r"^\[(\w+)\] ", text, re.M))
+    rows = re.findall(r"^    # (.*)\n    Part\(", text, re.M)
+    assert len(rows) == len(PARTS) and len(known) >= 5
+    for row in rows:
+        used = set(re.findall(r"\[(\w+)\]", row))
+        assert used and used <= known, row
+
+
+def test_a_target_has_the_figures_of_its_part() -> None:
+    for t in AMD:
+        part = part_of(t.name)
+        assert (t.shared_bytes, t.stream_gbps) == (part.lds_bytes, part.memory_gbps)
+        assert t.workers == (part.units or ASSUMED_UNITS) and t.groups == (part.groups or 1)
+        assert part.name in t.source and "never run on hardware" in t.source
+        assert all(name in t.source for name in part.unpublished())
+        assert t.workers % t.groups == 0
+
+
+def test_what_is_not_published_is_said() -> None:
+    assert part_of("gfx1250").unpublished() == ("units", "groups", "l2_bytes", "cache_bytes", "cache_gbps")
+    assert "not published: units" in TARGETS["gfx1250"].source
+    assert part_of("gfx942").unpublished() == () and part_of("gfx950").unpublished() == ("cache_gbps",)
+
+
+def test_a_step_that_fits_the_cache_before_the_memory_is_read_from_there() -> None:
+    nodes = (node("end", 1, [], [], nbytes=6000),)
+    made = Schedule(nodes, ((Entry(0, 0, 1),),), 0, "hand")
+    target = replace(GROUPED, workers=1, stream_gbps=1.0, cache_bytes=6000, cache_gbps=3.0)
+    assert simulate(made, target, 0).floor_us == pytest.approx(2.0)
+    assert simulate(made, replace(target, cache_bytes=5999), 0).floor_us == pytest.approx(6.0)
+    assert simulate(made, replace(target, cache_gbps=0.0), 0).floor_us == pytest.approx(6.0)
+    assert simulate(made, target, 0, Calibration(stream_gbps=2.0)).floor_us == pytest.approx(3.0)
+
+
+def test_the_share_of_hops_by_hand() -> None:
+    """1.25 us of work; six turns and a hop, or three turns, a hop, two turns and a hop; then 0.25 us."""
+    flat, relayed = six_to_one(), relayed_everywhere(six_to_one())
+    assert share_of_hops(flat, GROUPED, 0) == pytest.approx(6.5 / 8.0)
+    assert share_of_hops(relayed, GROUPED, 0) == pytest.approx(6.0 / 7.5)
+    assert share_of_hops(flat, GROUPED, 0, Calibration(task_us=0.0)) == pytest.approx(6.5 / 7.5)
+
+
+def test_schedule_predicts_and_says_so() -> None:
+    given = ["schedule", "smollm2-135m", "--target", "gfx942", "--workers", "64", "--worker", "0"]
+    result = CliRunner().invoke(cli.app, [*given, "--json"])
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last["predicted"] is True and 0 < last["share_of_hops"] < 1 and last["relays"] > 30
+    assert last["makespan_us"] > last["floor_us"] > 0 and "MI300X" in last["figures"]
+    shown = CliRunner().invoke(cli.app, ["schedule", "smollm2-135m", "--target", "cpu-avx2"]).stdout
+    assert "predicted step, not measured" in shown and "share of hops" in shown
