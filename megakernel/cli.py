@@ -424,6 +424,9 @@ def serve(
         list[str] | None, typer.Option(help="Web page that may call, besides pages of this machine; * is all.")
     ] = None,
     web: Annotated[bool, typer.Option("--web", help="Serve a chat page at /.")] = False,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="Form of tool calls: auto (by the chat template), none, hermes, llama3, mistral.")
+    ] = "auto",
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log what users send.")] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
@@ -434,6 +437,7 @@ def serve(
         host=host, port=port, model_names=tuple(served_model_name or ()), api_keys=keys, max_queue=max_queue,
         max_body_bytes=max_body_bytes, request_timeout_s=request_timeout, drain_timeout_s=drain_timeout,
         allowed_origins=tuple(allowed_origin or ()), web=web, log_requests=log_requests,
+        tool_call_parser=tool_call_parser,
     )  # fmt: skip
 
     def open_model() -> LLM:

@@ -12,8 +12,9 @@ class StoppingText:
     empty and no stop text is ever found.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...]) -> None:
-        self._stream: TextStream | None = tokenizer.stream() if tokenizer else None
+    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...], keep: frozenset[int] = frozenset()) -> None:
+        """`keep`: special tokens that are part of the text."""
+        self._stream: TextStream | None = tokenizer.stream(keep=keep) if tokenizer else None
         self._stops = stops
         self._held = ""  # decoded, not given out yet
         self.text = ""  # given out so far

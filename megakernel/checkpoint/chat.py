@@ -72,6 +72,11 @@ class ChatTemplate:
                 f"  got: roles {[message.get('role') for message in messages if isinstance(message, Mapping)]}"
             ) from error
 
+    def source(self, tools: bool) -> str:
+        """The Jinja text that `render` uses with or without tools; empty when there is none."""
+        names = ("tool_use", "default") if tools else ("default",)
+        return next((self.templates[name] for name in names if name in self.templates), "")
+
     def _choose(self, tools: Sequence[Any] | None) -> str:
         for name in (("tool_use",) if tools else ()) + ("default",):
             if name in self.templates:

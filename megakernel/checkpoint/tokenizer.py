@@ -98,9 +98,9 @@ class Tokenizer:
         text: str = self.raw.decode([number], skip_special_tokens=False) if self.token(number) is not None else ""
         return text.encode("utf-8")
 
-    def stream(self, skip_special: bool = True) -> TextStream:
-        """A new decoder of one sequence, fed id by id."""
-        skipped = self.special_ids if skip_special else frozenset[int]()
+    def stream(self, skip_special: bool = True, keep: frozenset[int] = frozenset()) -> TextStream:
+        """A new decoder of one sequence, fed id by id. `keep`: special tokens that are not skipped."""
+        skipped = self.special_ids - keep if skip_special else frozenset[int]()
         return TextStream(self.raw, self._pieces, skipped)
 
     def apply_chat_template(

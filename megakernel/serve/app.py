@@ -39,7 +39,14 @@ from megakernel.serve.prompts import (
     sampling,
 )
 from megakernel.serve.replies import ChatForm, CompletionForm, dumps
-from megakernel.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from megakernel.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseFormat,
+    TokenizeRequest,
+)
+from megakernel.serve.tools import Tools
 
 log = logging.getLogger("megakernel.serve")
 
@@ -160,14 +167,15 @@ class Endpoints:
         body = parse(ChatRequest, await self._body(request))
         model, name = self._host.loaded, self._host.check_name(body.model)
         tokenizer = need_tokenizer(model.tokenizer, "messages")
-        tools = None if body.tool_choice == "none" else body.tools
-        text = chat_text(tokenizer, body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt)
+        tools = Tools(body, tokenizer, self._options.tool_call_parser)
+        text = chat_text(tokenizer, body.messages, tools.offered, body.chat_template_kwargs, body.add_generation_prompt)
         ids = await encode(tokenizer, text)
         asked = body.max_completion_tokens or body.max_tokens
         count = room(ids, asked, None, model.program.manifest.max_context, "messages")
         params = [sampling(body, model.generation, count, i) for i in range(self._choices(body.n))]
         form = ChatForm(name, self._fingerprint(model), tokenizer, params[0].logprobs, self._with_usage(body))
-        return await self._answer(model, body, form, [(ids, p) for p in params], len(ids))
+        form.new_parser = tools.parser
+        return await self._answer(model, body, form, [(ids, p) for p in params], len(ids), tools)
 
     async def completions(self, request: Request) -> Response:
         """Continuations of one or several prompts."""
@@ -199,12 +207,14 @@ class Endpoints:
         form: ChatForm | CompletionForm,
         pairs: Sequence[tuple[Sequence[int], SamplingParams]],
         prompt_tokens: int,
+        tools: Tools | None = None,
     ) -> Response:
         self._host.admit(len(pairs))  # before a grammar is compiled for nothing
-        processors = await self._processors(model, body, len(pairs))
+        processors = await self._processors(model, body, len(pairs), tools)
         self._host.admit(len(pairs))
         generation = Generation(self.bell, self._host.ended)
-        generation.submit(model.engine, model.tokenizer, pairs, processors)
+        keep = tools.marks if tools else frozenset[int]()
+        generation.submit(model.engine, model.tokenizer, pairs, processors, keep)
         self._host.began(generation)
         told = Told(
             form, prompt_tokens, body.stream, self._with_usage(body), self._options.request_timeout_s, self._count,
@@ -213,13 +223,17 @@ class Endpoints:
         return Answer(generation, told)
 
     async def _processors(
-        self, model: Model, body: ChatRequest | CompletionRequest, count: int
+        self, model: Model, body: ChatRequest | CompletionRequest, count: int, tools: Tools | None
     ) -> Sequence[Processor | None]:
-        if body.response_format is None or body.response_format.type == "text":
+        form, field = body.response_format, "response_format"
+        grammar = tools.grammar() if tools else None
+        if grammar is not None:
+            form, field = ResponseFormat(type="grammar", grammar=grammar), "tools"
+        if form is None or form.type == "text":
             return [None] * count
         if self._grammars is None or self._grammars.model is not model:
             self._grammars = Grammars(model)
-        return await asyncio.to_thread(self._grammars.processors, body.response_format, count)
+        return await asyncio.to_thread(self._grammars.processors, form, count, field)
 
     def _count(self, generation: Generation) -> None:
         for choice in generation.choices:
@@ -236,7 +250,7 @@ class Endpoints:
         text = body.prompt
         if body.messages is not None:
             text = chat_text(
-                tokenizer, body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt
+                tokenizer, body.messages, body.tools or (), body.chat_template_kwargs, body.add_generation_prompt
             )
         ids = await encode(tokenizer, text or "", body.add_special_tokens)
         strings = [tokenizer.token(i) for i in ids] if body.return_token_strs else None

@@ -80,13 +80,16 @@ class Generation:
         tokenizer: Tokenizer | None,
         prompts: Sequence[tuple[Sequence[int], SamplingParams]],
         processors: Sequence[Processor | None],
+        keep: frozenset[int] = frozenset(),
     ) -> None:
-        """One choice for each prompt, with its processor. Raises what `Engine.submit` raises and leaves none."""
+        """One choice for each prompt, with its processor; special tokens of `keep` are part of its text.
+
+        Raises what `Engine.submit` raises and leaves none."""
         try:
             for i, ((ids, params), processor) in enumerate(zip(prompts, processors)):
                 listen = partial(self._bell.ring, partial(self._wake, i))
                 request = engine.submit(ids, params, listen, processor)
-                self.choices.append(_Choice(request, StoppingText(tokenizer, params.stop_texts)))
+                self.choices.append(_Choice(request, StoppingText(tokenizer, params.stop_texts, keep)))
         except BaseException:
             self.cancel()
             raise

@@ -25,18 +25,19 @@ class Grammars:
         self._lock = threading.Lock()
         self._tables: Any = None
 
-    def processors(self, form: ResponseFormat, count: int) -> list[Guided]:
-        """One for each of `count` choices. Slow (a compilation): not for the event loop. Raises ApiError 400."""
+    def processors(self, form: ResponseFormat, count: int, field: str = FIELD) -> list[Guided]:
+        """One for each of `count` choices. Slow (a compilation): not for the event loop. Raises ApiError 400 that
+        names `field`."""
         library = _library()
         grammar = _grammar(library, form)
         tables = self._vocabulary(library)
         wrong, notes = library.LLMatcher.validate_grammar_with_warnings(grammar, tables)
         if wrong:
-            raise _refusal(notes[0] if notes else "the grammar is not valid")
+            raise _refusal(notes[0] if notes else "the grammar is not valid", field)
         vocab = self.model.program.manifest.vocab
         made = library.LLMatcher(tables, grammar, log_level=0)
         if made.is_error():
-            raise _refusal(made.get_error())
+            raise _refusal(made.get_error(), field)
         return [Guided(made.deep_copy(), vocab) for _ in range(count)]
 
     def _vocabulary(self, library: Any) -> Any:
@@ -106,5 +107,5 @@ def _needed(value: Any, name: str) -> Any:
     return value
 
 
-def _refusal(text: str) -> ApiError:
-    return ApiError(400, f"{FIELD}: {text.splitlines()[0][:300] if text else 'not valid'}", param=FIELD)
+def _refusal(text: str, field: str = FIELD) -> ApiError:
+    return ApiError(400, f"{field}: {text.splitlines()[0][:300] if text else 'not valid'}", param=field)

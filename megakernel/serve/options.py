@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from megakernel.errors import SettingsError
 
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
+
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -15,6 +17,7 @@ class ServeOptions:
     request_timeout_s: from arrival to the last byte; past it a request is cancelled.
     drain_timeout_s: how long running requests may go on after SIGTERM.
     allowed_origins: web pages that may call the server, besides pages of this machine; "*" is all.
+    tool_call_parser: the form of tool calls; "auto": by the chat template, "none": they stay in the text.
     log_requests: write what users send to the log; off, nothing that a user typed is logged.
     """
 
@@ -29,6 +32,7 @@ class ServeOptions:
     drain_timeout_s: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     web: bool = False
+    tool_call_parser: str = "auto"
     log_requests: bool = False
 
     def __post_init__(self) -> None:
@@ -39,5 +43,9 @@ class ServeOptions:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise SettingsError(f"{name}: expected {low} to {high}, got {value}")
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            raise SettingsError(
+                f"tool_call_parser: expected one of {', '.join(TOOL_CALL_PARSERS)}, got {self.tool_call_parser!r}"
+            )
         if any(not key or not key.isascii() or key != key.strip() for key in self.api_keys):
             raise SettingsError("api_keys: expected ASCII texts without blanks around them, got one that is not")

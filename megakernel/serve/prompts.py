@@ -11,6 +11,7 @@ from megakernel.checkpoint import GenerationDefaults, Tokenizer
 from megakernel.errors import ApiError, CheckpointError, InvalidRequest
 from megakernel.sampling import SamplingParams
 from megakernel.serve.schema import ChatRequest, CompletionRequest, Message, Tool
+from megakernel.serve.tools import described
 
 SHORT = 4096  # characters that are encoded at once; a longer text goes to another thread
 TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -33,7 +34,7 @@ async def encode(tokenizer: Tokenizer, text: str, add_special: bool = True) -> l
 def chat_text(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
-    tools: Sequence[Tool] | None,
+    tools: Sequence[Tool],
     values: dict[str, Any],
     add_generation_prompt: bool = True,
 ) -> str:
@@ -42,9 +43,8 @@ def chat_text(
     if taken:
         raise ApiError(400, f"chat_template_kwargs: {taken[0]} cannot be set here", param="chat_template_kwargs")
     plain = [_message(m, f"messages.{i}") for i, m in enumerate(messages)]
-    described = [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None
     try:
-        return tokenizer.apply_chat_template(plain, described, add_generation_prompt, **values)
+        return tokenizer.apply_chat_template(plain, described(tools), add_generation_prompt, **values)
     except (InvalidRequest, CheckpointError) as e:
         said = str(e).split("\n", 1)[0]  # the other lines name files of this machine
         raise ApiError(400, f"messages: {said}", param="messages", code="chat_template_error") from e

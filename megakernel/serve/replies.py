@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megakernel.checkpoint import Tokenizer
 from megakernel.request import Token
+from megakernel.serve.calls import CallParser, Piece
 
 
 def dumps(value: Any) -> bytes:
@@ -84,20 +85,72 @@ class Base:
         return raw.decode("utf-8", "replace") or (f"token_id:{number}" if self._tokenizer is None else ""), list(raw)
 
 
+def _delta(piece: Piece) -> dict[str, Any]:
+    """A piece of a call as a stream has it."""
+    if piece.name is None:
+        return {"index": piece.call, "function": {"arguments": piece.text}}
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"index": piece.call, "id": piece.id, "type": "function", "function": function}
+
+
+def _calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """Whole calls from their pieces."""
+    made: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.name is not None:
+            made.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        if piece.call is not None:
+            made[piece.call]["function"]["arguments"] += piece.text
+    return made
+
+
 class ChatForm(Base):
     prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.new_parser: Callable[[], CallParser | None] = lambda: None  # of tool calls, for each choice
+        self._parsers: dict[int, CallParser | None] = {}
+
     def choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        parser = self.new_parser()
+        if parser is not None:
+            pieces = [*parser.push(text), *parser.finish()]
+            message["content"] = "".join(p.text for p in pieces if p.call is None) or (None if parser.calls else "")
+            if parser.calls:
+                message["tool_calls"] = _calls(pieces)
+                reason = "tool_calls" if reason == "stop" else reason
         return {"index": index, "message": message, "logprobs": self._told(tokens), "finish_reason": reason}
 
     def opening(self, index: int) -> bytes:
         return self._chunk(index, b'"delta":{"role":"assistant","content":""}', None, None)
 
     def chunk(self, index: int, delta: str, tokens: Sequence[Token], reason: str | None) -> bytes:
+        """Of a choice with tools none, one or several chunks: what may begin a call waits for what follows."""
         told = self._told(tokens)
+        if index not in self._parsers:
+            self._parsers[index] = self.new_parser()
+        parser = self._parsers[index]
+        if parser is None:
+            return self._content(index, delta, told, reason)
+        pieces = parser.finish() if reason is not None else parser.push(delta)
+        if told and not pieces:
+            pieces = [Piece("")]
+        out = []
+        for at, piece in enumerate(pieces):
+            shown = told if at == 0 else None
+            if piece.call is None:
+                out.append(self._content(index, piece.text, shown, None))
+            else:
+                out.append(self._chunk(index, b'"delta":{"tool_calls":[' + dumps(_delta(piece)) + b"]}", shown, None))
+        if reason is not None:
+            out.append(self._content(index, "", None, "tool_calls" if parser.calls and reason == "stop" else reason))
+        return b"".join(out)
+
+    def _content(self, index: int, delta: str, told: Any, reason: str | None) -> bytes:
         body = b'"delta":{"content":' + dumps(delta) + b"}" if delta or told else b'"delta":{}'
         return self._chunk(index, body, told, reason)
 

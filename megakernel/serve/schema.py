@@ -70,6 +70,15 @@ class Tool(Body):
     function: Function
 
 
+class FunctionName(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Text
@@ -160,7 +169,7 @@ class ChatRequest(Sampled):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
     tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True

@@ -91,21 +91,22 @@ def serving(open_model: Callable[[], Model], ready: bool = True, **options: Any)
         assert not thread.is_alive(), "the server did not end"
 
 
-def byte_tokenizer() -> RawTokenizer:
-    """One token for every byte, and three special ones: ids 0 to 258."""
+def byte_tokenizer(special: tuple[str, ...] = SPECIAL) -> RawTokenizer:
+    """One token for every byte, and special ones: ids 0 to 258 with those of SPECIAL."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    raw.add_special_tokens([AddedToken(text, special=True) for text in special])
     return raw
 
 
-def talking_checkpoint(folder: Path) -> Path:
-    """A tiny random model over bytes, with a chat template."""
-    write_checkpoint(folder, vocab_size=259, eos_token_id=257)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
+def talking_checkpoint(folder: Path, chat: str = CHAT, more: tuple[str, ...] = ()) -> Path:
+    """A tiny random model over bytes, with a chat template and `more` special tokens."""
+    special = (*SPECIAL, *more)
+    write_checkpoint(folder, vocab_size=256 + len(special), eos_token_id=257)
+    byte_tokenizer(special).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": CHAT, "eos_token": SPECIAL[1], "tokenizer_class": "PreTrainedTokenizerFast"})
+        json.dumps({"chat_template": chat, "eos_token": SPECIAL[1], "tokenizer_class": "PreTrainedTokenizerFast"})
     )
     return folder

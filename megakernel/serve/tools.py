@@ -1,0 +1,121 @@
+"""Which form of tool calls a model has, and the grammar of a call that must come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from megakernel.checkpoint import Tokenizer
+from megakernel.errors import ApiError
+from megakernel.serve.calls import CLOSING, MARKS, CallParser
+from megakernel.serve.schema import ChatRequest, NamedTool, Tool
+
+HIDDEN = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<tool_call>", CLOSING)
+"""Tokens that some checkpoints call special, though a parser has to read them."""
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write JSON
+
+
+def form_of(template: str, wanted: str = "auto") -> str | None:
+    """hermes, llama3 or mistral by what the chat template writes; None when it takes no tools."""
+    if wanted != "auto":
+        return None if wanted == "none" else wanted
+    for form in ("mistral", "hermes", "llama3"):
+        if MARKS[form] in template:
+            return form
+    if "tools" not in template:
+        return None
+    return "llama3" if '"parameters":' in template else "hermes"
+
+
+class Tools:
+    """The tools of one request: how its answers are read, and what they must be."""
+
+    def __init__(self, body: ChatRequest, tokenizer: Tokenizer, wanted: str) -> None:
+        """Raises ApiError 400 for a choice that cannot be kept."""
+        choice = body.tool_choice
+        self._tokenizer = tokenizer
+        self.offered = list(body.tools or [])
+        if not self.offered and choice not in (None, "none", "auto"):
+            raise _refusal("tool_choice", "expected only with tools")
+        if choice == "none":
+            self.offered = []
+        self.form: str | None = None
+        self.forced: list[Tool] = []
+        if not self.offered:
+            return
+        template = tokenizer.chat.source(tools=True) if tokenizer.chat else ""
+        self.form = form_of(template, wanted)
+        if wanted != "none" and (self.form is None or "tools" not in template):
+            raise _refusal("tools", "the chat template of this model takes no tools")
+        if choice not in (None, "auto"):
+            if self.form is None:
+                raise _refusal("tool_choice", "required and a named function need --tool-call-parser")
+            self.forced = self._chosen(choice)
+        if self.form is not None and body.response_format is not None and body.response_format.type != "text":
+            raise _refusal("response_format", "not supported beside tools, which have a form of their own")
+        self._one_only = not body.parallel_tool_calls or bool(self.forced)
+
+    def _chosen(self, choice: str | NamedTool) -> list[Tool]:
+        if isinstance(choice, str):
+            return self.offered
+        found = [tool for tool in self.offered if tool.function.name == choice.function.name]
+        if not found:
+            raise _refusal("tool_choice", f"there is no tool {choice.function.name[:200]!r}")
+        return found
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """Ids of tokens that must be seen as text."""
+        if self.form is None:
+            return frozenset()
+        ids = (self._tokenizer.raw.token_to_id(text) for text in HIDDEN)
+        return frozenset(i for i in ids if i is not None)
+
+    def parser(self) -> CallParser | None:
+        if self.form is None:
+            return None
+        return CallParser(self.form, {tool.function.name for tool in self.offered}, self._one_only)
+
+    def grammar(self) -> str | None:
+        """Lark, as llguidance reads it, of the one call that must come; None when nothing must."""
+        if not self.forced:
+            return None
+        assert self.form is not None
+        template = self._tokenizer.chat.source(tools=True) if self._tokenizer.chat else ""
+        calls = [self._call(i, tool, "[ARGS]" in template) for i, tool in enumerate(self.forced)]
+        before, after = {
+            "hermes": (f'{self._mark("<tool_call>")} "\\n"', f'"\\n" {self._mark(CLOSING)}'),
+            "llama3": ("", ""),
+            "mistral": (self._mark("[TOOL_CALLS]"), "") if "[ARGS]" in template
+            else (f'{self._mark("[TOOL_CALLS]")} " ["', '"]"'),
+        }[self.form]  # fmt: skip
+        rules = [f"start: {before} call {after}", "call: " + " | ".join(f"call{i}" for i in range(len(calls)))]
+        return "\n".join([*rules, *calls]) + "\n"
+
+    def _call(self, i: int, tool: Tool, named_first: bool) -> str:
+        """The rules of one function's call. Its schema is the root of a JSON grammar, so that its $defs are found."""
+        name = tool.function.name
+        schema: dict[str, Any] = tool.function.parameters or {"type": "object", "additionalProperties": False}
+        schema = {**schema, "x-guidance": SPACING}
+        if self.form == "mistral" and named_first:
+            parts = [json.dumps(name), self._mark("[ARGS]"), f"arguments{i}"]
+        else:
+            key = "parameters" if self.form == "llama3" else "arguments"
+            head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+            parts = [json.dumps(head), f"arguments{i}", '"}"']
+        return f"call{i}: {' '.join(parts)}\narguments{i}: %json {json.dumps(schema)}"
+
+    def _mark(self, text: str) -> str:
+        """A mark in a grammar: one special token by its id, or text."""
+        number = self._tokenizer.raw.token_to_id(text)
+        return f"<[{number}]>" if number in self._tokenizer.special_ids else json.dumps(text)
+
+
+def described(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """As templates expect them."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools] or None
+
+
+def _refusal(field: str, text: str) -> ApiError:
+    return ApiError(400, f"{field}: {text}", param=field)
