@@ -152,7 +152,8 @@ class Answer(Response):
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
     def _chunks(self, form: Form, update: Update) -> list[bytes]:
-        wanted = self._generation.choices[update.choice].request.params.logprobs is not None
+        logprobs = self._generation.choices[update.choice].request.params.logprobs
+        wanted = logprobs is not None or form.with_ids
         out = []
         if update.delta or (wanted and update.tokens):
             out.append(form.chunk(update.choice, update.delta, update.tokens, None))

@@ -209,6 +209,7 @@ class Endpoints:
         prompt_tokens: int,
         tools: Tools | None = None,
     ) -> Response:
+        form.with_ids = body.return_token_ids
         self._host.admit(len(pairs))  # before a grammar is compiled for nothing
         processors = await self._processors(model, body, len(pairs), tools)
         self._host.admit(len(pairs))

@@ -3,10 +3,11 @@
     python -m megakernel.serve.load --url http://127.0.0.1:8000 --streams 1,4,16 --prompt-tokens 512 --output-tokens 128
 
 TTFT: from sending to the first token.
-ITL: between events with text (a character split over tokens is one).
+ITL: between events with tokens.
 TPOT: (end - first token) / (tokens - 1) of a request.
-Prompts are random token ids and ignore_eos is set, so that every request has the lengths asked for. It uses only the
-standard library: one process, one connection a request.
+Prompts are random token ids and ignore_eos is set, so that every request has the lengths asked for; return_token_ids,
+so that a token without text, and a model without a tokenizer, is timed too. It uses only the standard library: one
+process, one connection a request.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Timeline:
     """One request: seconds of perf_counter. `status` 0: it did not get an answer."""
 
     started: float = 0.0
-    times: list[float] = field(default_factory=list)  # of each event with text
+    times: list[float] = field(default_factory=list)  # of each event with text or tokens
+    tokens: list[int] = field(default_factory=list)  # that it brought, as far as their ids are given
     ended: float = 0.0
     status: int = 0
     text: str = ""
@@ -129,9 +131,11 @@ def _take(made: Timeline, event: dict[str, Any]) -> None:
         made.completion_tokens = event["usage"]["completion_tokens"]
     for choice in event["choices"]:
         text = choice["text"] if "text" in choice else choice["delta"].get("content")
-        if text:
+        ids = choice.get("token_ids") or ()
+        if text or ids:
             made.times.append(time.perf_counter())
-            made.text += text
+            made.tokens.append(len(ids))
+            made.text += text or ""
         made.finish_reason = choice["finish_reason"] or made.finish_reason
 
 
@@ -160,7 +164,8 @@ async def measure(
         while left:
             left.pop()
             ids = [rng.randrange(vocab) for _ in range(prompt_tokens)]
-            body = {"prompt": ids, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+            body = {"prompt": ids, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True,
+                    "return_token_ids": True}  # fmt: skip
             done.append(await stream(url, "/v1/completions", body, key))
 
     started = time.perf_counter()

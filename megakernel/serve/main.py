@@ -21,6 +21,7 @@ log = logging.getLogger("megakernel.serve")
 HEADER_BYTES = 64 << 10  # of one request's line and headers
 UNREAD_MS = 60_000  # a client that takes nothing of what was sent for so long is gone
 BACKLOG = 2048
+SWITCH_S = 50e-6  # after so long a thread that computes gives way to one that waits; Python's own 5 ms is many tokens
 
 
 class Server(uvicorn.Server):
@@ -29,6 +30,15 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, host: Host) -> None:
         super().__init__(config)
         self._host = host
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """The engine's thread and the loop's take turns at every token, so they may not wait long for each other."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, SWITCH_S))
+        try:
+            super().run(sockets)
+        finally:
+            sys.setswitchinterval(before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

@@ -34,7 +34,11 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 class Form(Protocol):
-    """How one endpoint writes its answers. `text` is all of a choice, `delta` what is new of it."""
+    """How one endpoint writes its answers. `text` is all of a choice, `delta` what is new of it.
+
+    with_ids: the ids of the tokens are shown, so each token makes a chunk, also one without text."""
+
+    with_ids: bool
 
     def whole(self, choices: Sequence[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]: ...
     def choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None) -> dict[str, Any]: ...
@@ -59,6 +63,7 @@ class Base:
         self.fingerprint = fingerprint
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self.with_ids = False  # token ids beside the text
         head = self._head(self.chunk_object)
         self._start = b"data: " + dumps(head)[:-1] + b',"choices":[{"index":'
         self._end = b"}]" + (b',"usage":null' if with_usage else b"") + b"}\n\n"
@@ -75,10 +80,15 @@ class Base:
     def usage_chunk(self, used: dict[str, int]) -> bytes:
         return event(dumps({**self._head(self.chunk_object), "choices": [], "usage": used}))
 
-    def _chunk(self, index: int, body: bytes, logprobs: Any, reason: str | None) -> bytes:
+    def _chunk(self, index: int, body: bytes, logprobs: Any, reason: str | None, tokens: Sequence[Token] = ()) -> bytes:
         tail = b',"logprobs":' + (dumps(logprobs) if logprobs else b"null")
+        if self.with_ids:
+            tail += b',"token_ids":' + dumps([t.id for t in tokens])
         ended = b',"finish_reason":' + (b'"' + reason.encode() + b'"' if reason else b"null")
         return b"".join((self._start, str(index).encode(), b",", body, tail, ended, self._end))
+
+    def _ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        return {"token_ids": [t.id for t in tokens]} if self.with_ids else {}
 
     def _spelled(self, number: int) -> tuple[str, list[int]]:
         raw = self._tokenizer.token_bytes(number) if self._tokenizer else b""
@@ -123,7 +133,8 @@ class ChatForm(Base):
             if parser.calls:
                 message["tool_calls"] = _calls(pieces)
                 reason = "tool_calls" if reason == "stop" else reason
-        return {"index": index, "message": message, "logprobs": self._told(tokens), "finish_reason": reason}
+        told = self._told(tokens)
+        return {"index": index, "message": message, "logprobs": told, "finish_reason": reason, **self._ids(tokens)}
 
     def opening(self, index: int) -> bytes:
         return self._chunk(index, b'"delta":{"role":"assistant","content":""}', None, None)
@@ -135,24 +146,25 @@ class ChatForm(Base):
             self._parsers[index] = self.new_parser()
         parser = self._parsers[index]
         if parser is None:
-            return self._content(index, delta, told, reason)
+            return self._content(index, delta, told, reason, tokens)
         pieces = parser.finish() if reason is not None else parser.push(delta)
-        if told and not pieces:
+        if tokens and (told or self.with_ids) and not pieces:
             pieces = [Piece("")]
         out = []
-        for at, piece in enumerate(pieces):
-            shown = told if at == 0 else None
+        for piece in pieces:
             if piece.call is None:
-                out.append(self._content(index, piece.text, shown, None))
+                out.append(self._content(index, piece.text, told, None, tokens))
             else:
-                out.append(self._chunk(index, b'"delta":{"tool_calls":[' + dumps(_delta(piece)) + b"]}", shown, None))
+                body = b'"delta":{"tool_calls":[' + dumps(_delta(piece)) + b"]}"
+                out.append(self._chunk(index, body, told, None, tokens))
+            told, tokens = None, ()  # they were shown
         if reason is not None:
             out.append(self._content(index, "", None, "tool_calls" if parser.calls and reason == "stop" else reason))
         return b"".join(out)
 
-    def _content(self, index: int, delta: str, told: Any, reason: str | None) -> bytes:
-        body = b'"delta":{"content":' + dumps(delta) + b"}" if delta or told else b'"delta":{}'
-        return self._chunk(index, body, told, reason)
+    def _content(self, index: int, delta: str, told: Any, reason: str | None, tokens: Sequence[Token] = ()) -> bytes:
+        body = b'"delta":{"content":' + dumps(delta) + b"}" if delta or told or tokens else b'"delta":{}'
+        return self._chunk(index, body, told, reason, tokens)
 
     def _told(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self._logprobs is None:
@@ -180,7 +192,7 @@ class CompletionForm(Base):
     def choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
         return {
             "index": index, "text": self.prefixes.get(index, "") + text,
-            "logprobs": self._told(index, tokens), "finish_reason": reason,
+            "logprobs": self._told(index, tokens), "finish_reason": reason, **self._ids(tokens),
         }  # fmt: skip
 
     def opening(self, index: int) -> bytes:
@@ -188,7 +200,7 @@ class CompletionForm(Base):
         return self._chunk(index, b'"text":' + dumps(text), None, None) if text else b""
 
     def chunk(self, index: int, delta: str, tokens: Sequence[Token], reason: str | None) -> bytes:
-        return self._chunk(index, b'"text":' + dumps(delta), self._told(index, tokens), reason)
+        return self._chunk(index, b'"text":' + dumps(delta), self._told(index, tokens), reason, tokens)
 
     def _told(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self._logprobs is None:

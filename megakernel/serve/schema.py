@@ -148,6 +148,7 @@ class Sampled(Body):
     stop: Text | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
     include_stop_str_in_output: Literal[False] = False
+    return_token_ids: bool = False
     ignore_eos: bool = False
     skip_special_tokens: Literal[True] = True
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100.0, le=100.0)]] = {}

@@ -67,6 +67,14 @@ class Field:
     def item_bytes(self) -> int:
         return self.type.size if isinstance(self.type, Struct) else self._scalar()[2]
 
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The least and the largest integer that fits; None when it is no integer."""
+        if isinstance(self.type, Struct) or self.type == "f32":
+            return None
+        bits = self.item_bytes * 8
+        return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if self.type[0] == "i" else (0, (1 << bits) - 1)
+
     def c_type(self) -> str:
         return self.type.name if isinstance(self.type, Struct) else self._scalar()[0]
 
@@ -130,13 +138,19 @@ class Struct:
     def pack(self, values: Mapping[str, Any]) -> bytes:
         """Encode `values` (every missing field is zero). Raises RecordError naming an unknown or unfit field."""
         row = np.zeros((), self.dtype)
-        known = {f.name: f for f in self.fields}
         for key, value in values.items():
-            if key not in known:
-                raise RecordError(f"struct {self.name} has no field {key!r}; it has {', '.join(known)}")
-            _check_range(self.name, known[key], value)
+            if key not in self._spans:
+                raise RecordError(f"struct {self.name} has no field {key!r}; it has {', '.join(self._spans)}")
+            low, high = self._spans[key]
+            if not (type(value) is int and low <= value <= high):  # the usual case, of every launch, costs nothing more
+                _check_range(self.name, self.fields[list(self._spans).index(key)], value)
             row[key] = value
         return row.tobytes()
+
+    @cached_property
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """Of each field the least and the largest integer that fits one; an empty span where none is checked."""
+        return {f.name: f.span or (0, -1) for f in self.fields}
 
     def unpack(self, data: bytes) -> dict[str, Any]:
         if len(data) != self.size:
@@ -164,10 +178,9 @@ class Struct:
 
 
 def _check_range(struct: str, field: Field, value: Any) -> None:
-    if isinstance(field.type, Struct) or field.type == "f32":
+    if field.span is None:
         return
-    bits = field.item_bytes * 8
-    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if field.type[0] == "i" else (0, (1 << bits) - 1)
+    low, high = field.span
     flat = np.asarray(value, dtype=object).reshape(-1)
     if flat.size > field.count:
         raise RecordError(f"{struct}.{field.name} holds {field.count} values, got {flat.size}")

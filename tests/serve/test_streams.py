@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from megakernel.llm import LLM
 from megakernel.sampling import SamplingParams
-from megakernel.serve import load
+from megakernel.serve import load, overhead
 from tests.serve.server import Running, serving
 
 STREAMS, SPAN_S = 32, 12.0
@@ -93,3 +94,15 @@ def test_the_load_generator(tiny: Running, capsys: pytest.CaptureFixture[str]) -
     report = asyncio.run(load.measure(tiny.url, 2, 4, 20, 10, None, 256, 0))
     assert report.failed == 0 and report.ttft_p99_ms >= report.ttft_p50_ms > 0 and report.tokens_per_s > 0
     assert load.main(["--url", "http://127.0.0.1:9", "--streams", "1", "--requests", "1"]) == 1
+
+
+def test_the_time_that_the_server_adds(open_tiny: Callable[..., LLM]) -> None:
+    before = sys.getswitchinterval()
+    made = overhead.measure(open_tiny(), 20, 60, 2)
+    assert 0 < made.added_p50_us <= made.added_p99_us and made.ratio > 0 and made.rounds == 2
+    assert made.http_tokens_per_s / made.engine_tokens_per_s == pytest.approx(made.ratio)
+    assert sys.getswitchinterval() == before
+
+
+def test_threads_give_way_within_a_token(tiny: Running) -> None:
+    assert sys.getswitchinterval() <= 50.1e-6
