@@ -12,13 +12,15 @@ if TYPE_CHECKING:
     from megakernel.llm import LLM
     from megakernel.opening import compile
     from megakernel.output import Output
+    from megakernel.request import Embedded
     from megakernel.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Engine", "MegakernelError", "Output", "Program", "SamplingParams", "compile"]
+__all__ = ["LLM", "Embedded", "Engine", "MegakernelError", "Output", "Program", "SamplingParams", "compile"]
 
 _HOMES = {
     "LLM": "llm",
+    "Embedded": "request",
     "Engine": "engine",
     "MegakernelError": "errors",
     "Output": "output",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from megakernel.errors import CapacityError, DeviceFault, EngineClosed, InvalidRequest, MegakernelError
 from megakernel.kv_cache import PageAllocator
@@ -20,6 +22,7 @@ from megakernel.tasks.record import MAX_STOPS, SLOT, CommandKind, EventKind, Exi
 
 T = TypeVar("T")
 POLL_S = 0.02  # how soon a request submitted while the kernel runs is seen when no token wakes the driver
+EMBEDDED = 1 << 30  # how many ids below 0 there are
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.CANCELLED: "cancelled"}
 
 
@@ -114,6 +117,7 @@ class Engine:
         self._closing = self._recovering = False
         self._failure: BaseException | None = None  # what ended the driver, if not `close`
         self._number = 0
+        self._embedding = itertools.count()
         self._launches = self._tokens = self._faults = self._steps = self._kernel_tokens = 0
         self._base = (0, 0)  # steps and tokens of the kernel before its last reset
         self._thread = threading.Thread(target=self._drive, name="megakernel-engine", daemon=True)
@@ -127,13 +131,21 @@ class Engine:
         params: SamplingParams | None = None,
         listen: Callable[[], None] | None = None,
         processor: Processor | None = None,
+        embeddings: npt.NDArray[Any] | None = None,
+        hidden: bool = False,
     ) -> Request:
         """Queue a request. Raises InvalidRequest or CapacityError naming what is wrong with it.
+
+        `embeddings` [n, hidden] stand for the ids below 0 of the prompt, in their order; `hidden` asks for what the
+        head reads at every position. The program must be built for either (`inputs`, `hidden`).
 
         `listen` is called on the driver thread after every token and at the end; it must not block. `processor` is
         called there before every token, with those before it; the slot waits for it, so it makes its request slow."""
         chosen = params or SamplingParams()
-        ids = self._checked(prompt_ids)
+        ids, rows = self._embedded(prompt_ids, embeddings)
+        ids = self._checked(ids, 0 if rows is None else -EMBEDDED)
+        if hidden and not self.runtime.manifest.hidden_cols:
+            raise InvalidRequest("hidden: this program keeps hidden states inside; open the model with hidden=True")
         m = self.runtime.manifest
         for number, _ in chosen.bias:
             if number >= m.vocab:
@@ -150,7 +162,7 @@ class Engine:
             self._check_open()
             self._number = self._number % 0xFFFFFFFE + 1
             request = Request(self._number, ids, chosen, limit, stops, self._wake, listen)
-            request.processor = processor
+            request.processor, request.embeddings, request.wants_hidden = processor, rows, hidden
             self._queue.append(request)
             self._changed.notify_all()
         return request
@@ -193,7 +205,25 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _checked(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    def _embedded(
+        self, prompt_ids: Sequence[int], embeddings: npt.NDArray[Any] | None
+    ) -> tuple[Sequence[int], npt.NDArray[np.float32] | None]:
+        """Each id below 0 becomes one that no other prompt has, so that nothing takes two embeddings for one token."""
+        if embeddings is None:
+            return prompt_ids, None
+        cols = self.runtime.manifest.input_cols
+        if not cols:
+            raise InvalidRequest("embeddings: this program takes tokens only; open the model with inputs=True")
+        rows = np.asarray(embeddings, np.float32)
+        ids = [int(i) for i in prompt_ids]
+        count = sum(i < 0 for i in ids)
+        if rows.shape != (count, cols) or not np.isfinite(rows).all():
+            raise InvalidRequest(
+                f"embeddings: expected finite numbers [{count}, {cols}], one row for each id below 0, got {rows.shape}"
+            )
+        return [i if i >= 0 else -1 - next(self._embedding) % EMBEDDED for i in ids], rows
+
+    def _checked(self, prompt_ids: Sequence[int], least: int = 0) -> tuple[int, ...]:
         m = self.runtime.manifest
         try:
             ids = tuple(int(i) for i in prompt_ids)
@@ -207,7 +237,7 @@ class Engine:
                 "the model with a larger max_context"
             )
         for at, number in enumerate(ids):
-            if not 0 <= number < m.vocab:
+            if not least <= number < m.vocab:
                 raise InvalidRequest(f"prompt: expected token ids from 0 to {m.vocab - 1}, got {number} at place {at}")
         return ids
 
@@ -303,6 +333,8 @@ class Engine:
         pages = self._pages.reserve(request.number, request.limit)
         runtime.set_prompt(slot, request.prompt_ids)
         runtime.set_pages(slot, pages)
+        if request.embeddings is not None:
+            runtime.set_inputs(slot, [at for at, i in enumerate(request.prompt_ids) if i < 0], request.embeddings)
         stops = request.stops[:MAX_STOPS]
         state = np.zeros((), SLOT.dtype)
         state["status"], state["request"] = SlotStatus.ACTIVE, request.number
@@ -377,7 +409,15 @@ class Engine:
             count = int(event["top_count"])
             top = tuple(zip(event["top_token"][:count].tolist(), event["top_logprob"][:count].tolist()))
         logprob = float(event["logprob"]) if wanted is not None else None
-        request.put(Token(token, logprob, top, int(event["time_ns"])), reason)
+        hidden = self._hidden(request, event) if request.wants_hidden else None
+        request.put(Token(token, logprob, top, int(event["time_ns"]), hidden), reason)
+
+    def _hidden(self, request: Request, event: Any) -> npt.NDArray[np.float32]:
+        """What the head read for the token of an event; with the first, that of the whole prompt."""
+        slot, position = int(event["slot"]), int(event["position"])
+        if request.prompt_hidden is None:
+            request.prompt_hidden = self.runtime.hidden(slot, 0, len(request.prompt_ids))
+        return self.runtime.hidden(slot, position - 1, position).reshape(-1)
 
     def _recover(self, fault: BaseException) -> None:
         """After a fault (or a failed job): fail the requests in slots, start again from a clean state."""

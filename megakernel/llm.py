@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, TypeGuard, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,15 @@ from megakernel.engine import Engine, EngineStats
 from megakernel.errors import InvalidRequest
 from megakernel.opening import build, load, target_of
 from megakernel.origin import Progress, open_origin
-from megakernel.output import Flow, Output
+from megakernel.output import Encoded, Flow, Output
 from megakernel.probe import forced_logits
+from megakernel.request import Embedded, Processor
 from megakernel.runtime import MemoryReport
 from megakernel.sampling import SamplingParams
 from megakernel.settings import Settings, read_settings
 from megakernel.tasks.record import MAX_ROWS
 
-Prompt: TypeAlias = "str | Sequence[int]"
+Prompt: TypeAlias = "str | Sequence[int] | Embedded | npt.NDArray[Any]"
 
 
 class LLM:
@@ -43,6 +44,8 @@ class LLM:
         workers: int | None = None,
         target: str | None = None,
         policy: str = "balanced",
+        inputs: bool = False,
+        hidden: bool = False,
         seed: int = 0,
         kv_pages: int | None = None,
         steps_per_launch: int | None = None,
@@ -53,6 +56,8 @@ class LLM:
         """`model`: a checkpoint folder, a .gguf file, "demo", or a published shape (random weights of `seed`).
 
         max_context: tokens of prompt and output together; default 4096, or the model's own limit if that is less.
+        inputs: prompts may have embeddings instead of tokens. hidden: what the head reads can be asked for. Either
+        takes host memory for every position of every slot.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
         """
         whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))
@@ -69,7 +74,7 @@ class LLM:
             self.program = build(
                 origin, target_of(where, target, workers, chosen), where, chosen, progress,
                 dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context, max_rows=max_rows,
-                policy=policy, chaos=chaos,
+                policy=policy, inputs=inputs, hidden=hidden, chaos=chaos,
             )  # fmt: skip
             built = time.perf_counter()
             runtime = load(self.program, where, origin, chosen, kv_pages=kv_pages, progress=progress)
@@ -91,37 +96,68 @@ class LLM:
     # ------------------------------------------------------------------------------------------ generating
     @overload
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, stream: Literal[False] = False
-    ) -> list[Output]: ...
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, stream: Literal[False] = False,
+        *, processor: Processor | None = None, hidden: bool = False,
+    ) -> list[Output]: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None, stream: Literal[True]
-    ) -> Iterator[Output]: ...
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None, stream: Literal[True],
+        *, processor: Processor | None = None, hidden: bool = False,
+    ) -> Iterator[Output]: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, *, stream: Literal[True]
-    ) -> Iterator[Output]: ...
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None,
+        *, stream: Literal[True], processor: Processor | None = None, hidden: bool = False,
+    ) -> Iterator[Output]: ...  # fmt: skip
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, stream: bool = False
-    ) -> list[Output] | Iterator[Output]:
-        """One prompt (a text, or token ids) or a list of them. One Output for each prompt in order; with `stream`, an
-        Output for every token of any prompt as it comes, whose end cancels what is not read.
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, stream: bool = False,
+        *, processor: Processor | None = None, hidden: bool = False,
+    ) -> list[Output] | Iterator[Output]:  # fmt: skip
+        """One prompt (a text, token ids, or embeddings) or a list of them. One Output for each prompt in order; with
+        `stream`, an Output for every token of any prompt as it comes, whose end cancels what is not read.
 
-        Raises InvalidRequest, CapacityError, DeviceFault, EngineClosed."""
+        Embeddings: float32 [tokens, hidden], or `Embedded` among tokens. `processor` runs in Python before every token
+        of every prompt, which waits for it: slow. `hidden` asks for what the head reads. Raises InvalidRequest,
+        CapacityError, DeviceFault, EngineClosed."""
+        flow, count = self._flow(prompts, params, stream, processor, hidden)
+        if stream:
+            return flow.updates()
+        last = {output.index: output for output in flow.updates()}
+        return [last[i] for i in range(count)]
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None,
+        *, processor: Processor | None = None, hidden: bool = False,
+    ) -> list[Output]:  # fmt: skip
+        """`generate` in an event loop, which goes on meanwhile. Cancelling the task cancels the requests."""
+        flow, count = self._flow(prompts, params, False, processor, hidden)
+        last = {output.index: output async for output in flow.updates_async()}
+        return [last[i] for i in range(count)]
+
+    def astream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None,
+        *, processor: Processor | None = None, hidden: bool = False,
+    ) -> AsyncIterator[Output]:  # fmt: skip
+        """`generate` with `stream` in an event loop: `async for output in llm.astream(...)`. Closing the iterator, or
+        cancelling the task, cancels the requests."""
+        return self._flow(prompts, params, True, processor, hidden)[0].updates_async()
+
+    def _flow(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None, every_token: bool,
+        processor: Processor | None, hidden: bool,
+    ) -> tuple[Flow, int]:  # fmt: skip
         chosen = SamplingParams() if params is None else params
         if not isinstance(chosen, SamplingParams):
             raise InvalidRequest(f"params: expected one SamplingParams for all prompts, got {chosen!r:.80}")
         if chosen.stop_texts and self.tokenizer is None:
             raise InvalidRequest(f"stop: {self.name} has no tokenizer, so no text to stop at; use stop_token_ids")
+        if processor is not None:
+            self._settings.say(1, "a logits processor: Python runs before every token of these prompts, which wait")
         encoded = [self._encode(p) for p in _prompt_list(prompts)]
-        flow = Flow(self.engine, self.tokenizer, encoded, chosen, stream)
-        if stream:
-            return flow.updates()
-        last = {output.index: output for output in flow.updates()}
-        return [last[i] for i in range(len(encoded))]
+        return Flow(self.engine, self.tokenizer, encoded, chosen, every_token, processor, hidden), len(encoded)
 
     def chat(
         self,
@@ -142,15 +178,18 @@ class LLM:
             raise InvalidRequest(f"{self.name} has no tokenizer and so no chat template; give token ids")
         return self.tokenizer.apply_chat_template(messages, tools, True, **template_values)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt) -> Encoded:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest(f"prompt: {self.name} has no tokenizer; give token ids instead of a text")
-            return prompt, self.tokenizer.encode(prompt)
+            return Encoded(prompt, self.tokenizer.encode(prompt))
+        if _is_embedding(prompt):
+            prompt = Embedded([-1] * len(prompt), np.asarray(prompt))
+        ids, rows = (prompt.token_ids, prompt.embeddings) if isinstance(prompt, Embedded) else (prompt, None)
         try:
-            if isinstance(prompt, (bytes, bytearray, Mapping)) or any(isinstance(i, (bool, np.bool_)) for i in prompt):
-                raise TypeError(type(prompt).__name__)
-            return None, [operator.index(i) for i in prompt]
+            if isinstance(ids, (bytes, bytearray, Mapping)) or any(isinstance(i, (bool, np.bool_)) for i in ids):
+                raise TypeError(type(ids).__name__)
+            return Encoded(None, [operator.index(i) for i in ids], rows)
         except TypeError as error:
             raise InvalidRequest(f"prompt: expected a text or token ids, got {prompt!r:.80}") from error
 
@@ -180,15 +219,19 @@ class LLM:
         self.close()
 
 
+def _is_embedding(prompt: object) -> TypeGuard[npt.NDArray[Any]]:
+    return isinstance(prompt, np.ndarray) and prompt.ndim == 2 and prompt.dtype.kind == "f"
+
+
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several: a text, a list of ids, a list of texts, a list of lists of ids."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Embedded)) or _is_embedding(prompts):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, (bytes, bytearray, Mapping)):
         raise InvalidRequest(f"prompt: expected a text or token ids, got {prompts!r:.80}")
     items = list(prompts)
-    if items and not isinstance(items[0], (str, Sequence, np.ndarray)):
-        return [items]  # type: ignore[list-item]  # ids of one prompt
+    if items and not isinstance(items[0], (str, Sequence, np.ndarray, Embedded)):
+        return [items]  # ids of one prompt
     if not items:
         raise InvalidRequest("prompt: expected a text or token ids, got an empty list")
-    return items  # type: ignore[return-value]
+    return items

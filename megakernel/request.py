@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,13 @@ from megakernel.sampling import SamplingParams
 class Token:
     """One generated token. `logprob` and `top` (id and log-probability, likeliest first) only when asked for.
 
-    time_ns: the device's clock when it was written."""
+    time_ns: the device's clock when it was written. hidden: what the head read for it, float32 [hidden], when asked."""
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     time_ns: int = 0
+    hidden: npt.NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,14 @@ class Completion:
         return tuple(token.id for token in self.tokens)
 
 
+@dataclass(frozen=True)
+class Embedded:
+    """A prompt in which embeddings, float32 [n, hidden], stand for the n ids below 0, in their order."""
+
+    token_ids: Sequence[int]
+    embeddings: npt.NDArray[Any]
+
+
 Processor = Callable[[Sequence[int]], "npt.NDArray[np.float32] | None"]
 """From the tokens so far to what is added to the next logits, float32 [vocab] (-inf: never), or None: end here."""
 
@@ -74,6 +84,9 @@ class Request:
         self.limit = limit  # most tokens of prompt and output together
         self.stops = stops
         self.processor: Processor | None = None
+        self.embeddings: npt.NDArray[np.float32] | None = None  # in the order of the ids below 0, for which they stand
+        self.wants_hidden = False
+        self.prompt_hidden: npt.NDArray[np.float32] | None = None  # [prompt, hidden], from the first token on
         self._cancel = cancel
         self._listen = listen
         self._tokens: list[Token] = []

@@ -93,7 +93,9 @@ def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
         ("mailbox", MAILBOX.size, True),
         ("ring", TOKEN_RING.size, True),
         ("fault", FAULT.size, True),
-    )
+        *((name, m.max_slots * m.max_context * cols * 4, True)
+          for name, cols in (("inputs", m.input_cols), ("hidden", m.hidden_cols)) if cols),
+    )  # fmt: skip
 
 
 class Runtime:
@@ -265,6 +267,23 @@ class Runtime:
         """Write a free slot's prompt into the token buffer."""
         data = np.asarray(ids, np.int32)
         self.device.upload(self._buffers["tokens"], slot * self.manifest.max_context * 4, data)
+
+    def set_inputs(self, slot: int, positions: Sequence[int], rows: npt.NDArray[np.float32]) -> None:
+        """Write a free slot's embeddings, those of ids below 0 in its prompt, [len(positions), cols]."""
+        self._rows("inputs", self.manifest.input_cols)[slot, list(positions)] = rows
+
+    def hidden(self, slot: int, first: int, stop: int) -> npt.NDArray[np.float32]:
+        """A copy of what the head read at positions [first, stop) of a slot, of steps whose events were told."""
+        found: npt.NDArray[np.float32] = self._rows("hidden", self.manifest.hidden_cols)[slot, first:stop].copy()
+        return found
+
+    def _rows(self, name: str, cols: int) -> npt.NDArray[np.float32]:
+        m = self.manifest
+        host = self._buffers[name].host
+        assert host is not None, f"device {self.device.name} gave no host view of {name}"
+        shape = (m.max_slots, m.max_context, cols)
+        rows: npt.NDArray[np.float32] = host[: 4 * m.max_slots * m.max_context * cols].view(np.float32).reshape(shape)
+        return rows
 
     def set_bias(self, slot: int, bias: npt.NDArray[np.float32]) -> None:
         """Write what is added to the logits of a slot that the kernel does not sample now, float32 [vocab]."""

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,15 @@ def plan_graph(
     max_rows: int = MAX_ROWS,
     policy: str = "balanced",
     keep_tensors: bool = False,
+    inputs: bool = False,
+    hidden: bool = False,
 ) -> Plan:
     """Tasks, memory and a verified schedule of a graph; needs no compiler and no device.
 
-    keep_tensors: no two tensors of a step share memory, so that all can be looked at after it."""
+    keep_tensors: no two tensors of a step share memory, so that all can be looked at after it. inputs: a prompt may
+    have embeddings instead of tokens. hidden: what the head reads goes out to the host."""
     limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, max_rows)
+    limits = replace(limits, inputs=inputs, hidden=hidden)
     lowered = lower(graph, target, limits)
     policies = find_policies()
     if policy not in policies:
@@ -107,6 +111,8 @@ def build_program(
     max_rows: int = MAX_ROWS,
     policy: str = "balanced",
     keep_tensors: bool = False,
+    inputs: bool = False,
+    hidden: bool = False,
     chaos: bool = False,
     trace: bool = False,
     progress: Progress | None = None,
@@ -119,7 +125,7 @@ def build_program(
     say = progress or (lambda _stage: None)
     options: dict[str, Any] = {
         "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
-        "max_rows": max_rows, "policy": policy, "keep_tensors": keep_tensors,
+        "max_rows": max_rows, "policy": policy, "keep_tensors": keep_tensors, "inputs": inputs, "hidden": hidden,
     }  # fmt: skip
     flavour = {"chaos": chaos, "trace": trace}
     entry = program_entry(cache, [dict(config), asdict(target), options, flavour, name, device.compiler_id(target)])
@@ -230,6 +236,8 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         source_hash=source_hash(source),
         chaos=source.chaos,
         trace=source.trace,
+        input_cols=made.graph.config.hidden if limits.inputs else 0,
+        hidden_cols=made.graph.config.hidden if limits.hidden else 0,
     )
 
 

@@ -15,7 +15,7 @@ from megakernel.builder.program import PackedWeight, WeightPart
 from megakernel.errors import LoweringError
 from megakernel.graph import LOGITS, Graph, RopeSpec, Tensor
 from megakernel.target import Target
-from megakernel.tasks import advance, attention, combine, embedding, matmul, norm, sample
+from megakernel.tasks import advance, attention, combine, embedding, hidden, matmul, norm, sample
 from megakernel.tasks.record import SAMPLE_RESULT
 from megakernel.tasks.task import DType, TaskNode
 
@@ -32,6 +32,8 @@ class Limits:
     max_slots: int
     max_context: int
     max_rows: int
+    inputs: bool = False  # rows of the host may stand for tokens of a prompt
+    hidden: bool = False  # what the head reads goes out to the host
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class _Lowering:
                 self._norm(item)
             else:
                 self._attention(item)
+            if isinstance(item, FusedMatmul) and item.output == LOGITS and self.limits.hidden:
+                self._hidden(item)
         if self.graph.output == LOGITS:
             self._sampling()
         kv_heads, head_dim = self.kv or (1, 8)
@@ -128,7 +132,7 @@ class _Lowering:
         self.nodes.append(
             embedding.node(
                 item.name, cols=cols, table=name, output=item.output, dtype=self.limits.dtype, scale=item.scale,
-                positions=positions, layer=item.layer,
+                positions=positions, inputs=self.limits.inputs, layer=item.layer,
             )
         )  # fmt: skip
 
@@ -215,6 +219,15 @@ class _Lowering:
         )  # fmt: skip
         self.kv_layers += 1
 
+    def _hidden(self, head: FusedMatmul) -> None:
+        """Export what the head multiplies, after its norm, which the head itself does not store."""
+        source = head.input
+        if head.norm is not None:
+            source = "hidden.norm"
+            self._norm(FusedNorm("hidden.norm", head.input, source, head.layer, (head.norm,)))
+        cols = self.tensors[source].cols
+        self.nodes.append(hidden.node("hidden", cols=cols, input=source, tile_cols=norm_tile(self.target, cols)))
+
     def _sampling(self) -> None:
         vocab, rows = self.graph.config.vocab, self.limits.max_rows
         self.tensors["sample.scaled"] = TensorSize(rows, vocab, "f32")
@@ -227,7 +240,9 @@ class _Lowering:
             sample.node("sample", vocab=vocab, logits=self.graph.output, scaled="sample.scaled", result="sample.result",
                         max_rows=rows)
         )  # fmt: skip
-        self.nodes.append(advance.node("advance", result="sample.result", logits=self.graph.output))
+        self.nodes.append(
+            advance.node("advance", result="sample.result", logits=self.graph.output, inputs=self.limits.inputs)
+        )
 
     # ------------------------------------------------------------------------------------------ parts
     def _tensor(self, name: str, cols: int) -> None:

@@ -145,6 +145,8 @@ class Manifest:
     trace: bool = False
     workspace_copies: int = 1  # 2: even and odd steps have their own
     keeps_tensors: bool = False  # no two tensors of a step share memory
+    input_cols: int = 0  # of an embedding that a prompt may have instead of a token; 0: it may not
+    hidden_cols: int = 0  # of what the head reads, when it goes out to the host
 
     def tensor(self, name: str) -> WorkspaceTensor:
         for t in self.tensors:

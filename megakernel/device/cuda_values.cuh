@@ -24,6 +24,12 @@ struct Core<tasks::Embedding<kConfig>> {
     const bool whole = kConfig.dtype != DType::kF32 && !kConfig.positions && f.cols % 8 == 0 && f.tile_cols % 8 == 0;
 #pragma unroll 1
     for (uint32_t r = 0; r < w.header->rows; ++r) {
+      if constexpr (kConfig.inputs) {
+        if (w.header->row[r].token < 0) {
+          publish_given(w, f, w.header->row[r], first, width, out + uint64_t(r) * f.cols);
+          continue;
+        }
+      }
       const char* row = table + uint32_t(w.header->row[r].token) * row_bytes;
       if (whole) {  // 8 columns of a lane in one go
         for (uint32_t i = w.lane() * 8; i < width; i += w.lanes() * 8) {
@@ -51,6 +57,20 @@ struct Core<tasks::Embedding<kConfig>> {
       if (w.lane() == 0) signal_counter(w, record);
     }
     c.save();
+  }
+
+  MK_DEVICE static void publish_given(
+      Worker& w, const Fields& f, const abi::Row& row, uint32_t first, uint32_t width, float* out) {
+    const float* given = tasks::Embedding<kConfig>::given(w, row, f.cols) + first;
+#pragma unroll 1
+    for (uint32_t i = w.lane(); i < width; i += w.lanes()) {
+      float v = load(given + i, All{});
+      if constexpr (kConfig.positions) {
+        const char* at = tasks::weights<char>(w, f.positions) + row.position * uint64_t(f.cols) * bytes_of(kConfig.dtype);
+        v += load_as<kConfig.dtype>(at, first + i, All{});
+      }
+      publish(out + i, v);
+    }
   }
 
   MK_DEVICE static void publish_eight(float* out, const Quad& bits, float scale) {

@@ -56,7 +56,7 @@ class Stamped:
     def __init__(self, llm: LLM) -> None:
         self.times: list[float] = []
         self._submit = llm.engine.submit
-        llm.engine.submit = self.submit  # type: ignore[method-assign]
+        llm.engine.submit = self.submit  # type: ignore[method-assign, assignment]
 
     def submit(
         self,
@@ -64,6 +64,7 @@ class Stamped:
         params: SamplingParams | None = None,
         listen: Callable[[], None] | None = None,
         processor: Processor | None = None,
+        **more: Any,
     ) -> Request:
         def told() -> None:
             self.times.append(time.perf_counter())
@@ -71,7 +72,7 @@ class Stamped:
                 listen()
 
         self.times = []
-        return self._submit(prompt_ids, params, told, processor)
+        return self._submit(prompt_ids, params, told, processor, **more)
 
 
 def measure(llm: LLM, prompt_tokens: int, tokens: int, rounds: int) -> Added:

@@ -4,7 +4,9 @@
 
 namespace megakernel::tasks {
 
-struct AdvanceConfig {};
+struct AdvanceConfig {
+  bool inputs = false;
+};
 
 template <AdvanceConfig kConfig>
 struct Advance {
@@ -153,7 +155,12 @@ struct Advance {
     for (uint32_t i = w.lane(); i < w.args.vocab; i += w.lanes()) marks[i] = 0;
     w.sync();
     const int32_t* prompt = tokens(w, command.slot);
-    for (uint32_t i = w.lane(); i < command.state.prompt_length; i += w.lanes()) marks[prompt[i]] = 0x8000;
+    for (uint32_t i = w.lane(); i < command.state.prompt_length; i += w.lanes()) {
+      if constexpr (kConfig.inputs) {
+        if (prompt[i] < 0) continue;  // no token
+      }
+      marks[prompt[i]] = 0x8000;
+    }
   }
 
   MK_DEVICE static void cancel(Worker& w, const abi::Command& command) {

@@ -21,7 +21,7 @@ from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Varia
 
 @dataclass(frozen=True)
 class AdvanceConfig(Variant):
-    """No compile-time choice."""
+    inputs: bool = False  # whether a prompt may have ids below 0, which stand for rows of the host
 
 
 class Advance(Task):
@@ -58,7 +58,7 @@ class Advance(Task):
         return {"result": at.tensor(node.tensors["result"]), "logits": NONE if logits is None else at.tensor(logits)}
 
 
-def node(name: str, *, result: str, logits: str | None = None) -> TaskNode:
+def node(name: str, *, result: str, logits: str | None = None, inputs: bool = False) -> TaskNode:
     """The end of a step. Tensor `result`: what `sample` wrote; `logits`: what it read."""
     tensors = {"result": result} if logits is None else {"result": result, "logits": logits}
-    return TaskNode(name, Advance, AdvanceConfig(), 1, tensors)
+    return TaskNode(name, Advance, AdvanceConfig(inputs), 1, tensors)

@@ -2,6 +2,9 @@
 
 output[r, :] = scale * table[token[r], :]          output [rows, cols] float32, table [vocab, cols] row-major
              + positions[position[r], :]           if there is such a table [positions, cols]
+
+With `inputs`, a token below 0 stands for a row that the host wrote: inputs[slot[r], position[r], :], float32 and not
+scaled, takes the place of scale * table[token[r], :].
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ Array = npt.NDArray[Any]
 class EmbeddingConfig(Variant):
     dtype: DType = DType.F32  # of the tables
     positions: bool = False
+    inputs: bool = False  # whether a token may stand for a row of the host
 
 
 class Embedding(Task):
@@ -78,21 +82,25 @@ class Embedding(Task):
 
 def node(
     name: str, *, cols: int, table: str, output: str, dtype: DType, scale: float = 1.0, tile_cols: int = 1024,
-    positions: str | None = None, layer: int = -1,
+    positions: str | None = None, inputs: bool = False, layer: int = -1,
 ) -> TaskNode:  # fmt: skip
     """Embedding of `cols` columns. Weights `table` [vocab, cols] and `positions` [positions, cols], row-major in
     `dtype`; tensor `output`: f32 [rows, cols]. `tile_cols` columns make a tile."""
     width = min(cols, tile_cols)
     return TaskNode(
-        name, Embedding, EmbeddingConfig(dtype, positions is not None), -(-cols // width), {"output": output},
+        name, Embedding, EmbeddingConfig(dtype, positions is not None, inputs), -(-cols // width), {"output": output},
         {"table": table, **({} if positions is None else {"positions": positions})},
         {"cols": cols, "tile_cols": width}, {"scale": scale}, layer,
     )  # fmt: skip
 
 
-def reference(table: Array, tokens: Array, scale: float, added: Array | None = None) -> Array:
-    """`added`: the rows of `positions`. [rows, cols] float32."""
+def reference(
+    table: Array, tokens: Array, scale: float, added: Array | None = None, given: Array | None = None
+) -> Array:
+    """`added`: the rows of `positions`; `given`: those of the host, for tokens below 0. [rows, cols] float32."""
     out = np.asarray(table, np.float32)[tokens] * np.float32(scale)
+    if given is not None:
+        out[tokens < 0] = np.asarray(given, np.float32)[tokens < 0]
     return np.asarray(out if added is None else out + np.asarray(added, np.float32))
 
 
@@ -105,6 +113,7 @@ class Case:
     scale: float = 1.0
     tile_cols: int = 1024
     positions: bool = False
+    inputs: bool = False
 
 
 def cases() -> tuple[Case, ...]:
@@ -116,4 +125,6 @@ def cases() -> tuple[Case, ...]:
         Case(16, 17, 130, DType.F32, 0.125, 128),
         Case(5, 31, 77, DType.F32, positions=True, tile_cols=32),
         Case(16, 31, 64, DType.BF16, 2.0, positions=True),
+        Case(7, 31, 77, DType.F32, 3.0, tile_cols=32, inputs=True),
+        Case(16, 31, 64, DType.BF16, 2.0, positions=True, inputs=True),
     )

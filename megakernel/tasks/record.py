@@ -486,6 +486,8 @@ ARGS = Struct(
         Field("vocab", "u32"),
         Field("chaos_seed", "u32", doc="seed of random delays; used only by a build with chaos on"),
         Field("drop_signal", "u32", doc="counter whose next signal is lost; used only by a build with chaos on"),
+        Field("inputs", "u64", doc="address of float[max_slots][max_context][cols], host-visible: rows of ids below 0"),
+        Field("hidden", "u64", doc="address of float[max_slots][max_context][cols], host-visible; written by `hidden`"),
     ),
     pad_to=256,
     doc="Everything the kernel is given. Addresses are the device's.",

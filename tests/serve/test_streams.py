@@ -98,10 +98,10 @@ def test_the_load_generator(tiny: Running, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_time_that_the_server_adds(open_tiny: Callable[..., LLM]) -> None:
     before = sys.getswitchinterval()
-    made = overhead.measure(open_tiny(), 20, 60, 2)
-    assert 0 < made.added_p50_us <= made.added_p99_us and made.ratio > 0 and made.rounds == 2
+    made = overhead.measure(open_tiny(), 20, 60, 1)
+    assert 0 < made.added_p50_us <= made.added_p99_us and made.ratio > 0 and made.rounds == 1
     assert made.http_tokens_per_s / made.engine_tokens_per_s == pytest.approx(made.ratio)
-    assert sys.getswitchinterval() == before
+    assert sys.getswitchinterval() == pytest.approx(before, abs=2e-6)
 
 
 def test_threads_give_way_within_a_token(tiny: Running) -> None:

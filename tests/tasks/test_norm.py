@@ -1,4 +1,4 @@
-"""Norm and embedding on the CPU device against their references."""
+"""Norm, embedding and the way out of hidden states on the CPU device against their references."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megakernel.tasks import embedding, norm
+from megakernel.tasks import embedding, hidden, norm
 from megakernel.tasks.norm import Case, Norming
 from megakernel.tasks.task import TaskNode
 
@@ -30,13 +30,18 @@ def node_of(case: Case) -> TaskNode:
 def embedding_of(case: embedding.Case) -> TaskNode:
     return embedding.node(
         "e", cols=case.cols, table="table", output="y", dtype=case.dtype, scale=case.scale, tile_cols=case.tile_cols,
-        positions="positions" if case.positions else None,
+        positions="positions" if case.positions else None, inputs=case.inputs,
     )  # fmt: skip
+
+
+def hidden_of(case: hidden.Case) -> TaskNode:
+    return hidden.node("h", cols=case.cols, input="x", tile_cols=case.tile_cols)
 
 
 @lru_cache(maxsize=1)
 def kernel() -> tuple[Path, tuple[TaskNode, ...]]:
-    nodes = (*(node_of(c) for c in norm.cases()), *(embedding_of(c) for c in embedding.cases()))
+    copies = (hidden_of(c) for c in hidden.cases())
+    nodes = (*(node_of(c) for c in norm.cases()), *(embedding_of(c) for c in embedding.cases()), *copies)
     return build(nodes), nodes
 
 
@@ -95,11 +100,32 @@ def test_embedding(case: embedding.Case) -> None:
     table = rounded(rng.standard_normal((case.vocab, case.cols)), case.dtype)
     positions = rounded(rng.standard_normal((64, case.cols)), case.dtype)
     tokens, places = rng.integers(0, case.vocab, case.rows), rng.permutation(64)[: case.rows]
+    given = rng.standard_normal((4, 64, case.cols)).astype(np.float32)  # [max_slots, max_context, cols]
+    if case.inputs:
+        tokens[1::2] = -1 - tokens[1::2]
     binary, nodes = kernel()
     out = run_node(
-        binary, nodes, embedding_of(case), Rows(tuple((int(t), 0, int(p), 0) for t, p in zip(tokens, places))),
-        workers=2,
+        binary, nodes, embedding_of(case), Rows(tuple((int(t), 2, int(p), 0) for t, p in zip(tokens, places))),
+        workers=2, extra={"inputs": given}, settings={"max_context": 64},
         weights={"table": table, "positions": positions}, tensors={"y": blank(case.rows, case.cols)},
     )  # fmt: skip
-    want = embedding.reference(table, tokens, case.scale, positions[places] if case.positions else None)
+    want = embedding.reference(
+        table, tokens, case.scale, positions[places] if case.positions else None,
+        given[2, places] if case.inputs else None,
+    )  # fmt: skip
     assert np.abs(out["y"] - want).max() <= 1e-6
+
+
+@pytest.mark.parametrize("case", hidden.cases(), ids=str)
+def test_rows_go_out_to_their_slot_and_position(case: hidden.Case) -> None:
+    rng = np.random.default_rng(case.cols)
+    x = rng.standard_normal((case.rows, case.cols)).astype(np.float32)
+    slots, places = rng.integers(0, 4, case.rows), rng.permutation(64)[: case.rows]
+    want = np.full((4, 64, case.cols), np.nan, np.float32)
+    binary, nodes = kernel()
+    out = run_node(
+        binary, nodes, hidden_of(case), Rows(tuple((0, int(s), int(p), 0) for s, p in zip(slots, places))), workers=2,
+        weights={"none": x}, tensors={"x": x}, extra={"hidden": want.copy()}, settings={"max_context": 64},
+    )  # fmt: skip
+    want[slots, places] = x
+    assert out["hidden"].tobytes() == want.tobytes()
