@@ -46,6 +46,7 @@ from megakernel.serve.schema import (
     ResponseFormat,
     TokenizeRequest,
 )
+from megakernel.serve.strip import Strips
 from megakernel.serve.tools import Tools
 
 log = logging.getLogger("megakernel.serve")
@@ -80,11 +81,11 @@ def make_app(host: Host) -> ASGIApp:
         ("POST", "/detokenize", api.detokenize),
     ]
     if host.options.web:
-        routes.append(("GET", "/", api.web))
+        routes += [("GET", "/", api.web), ("GET", "/timeline", api.timeline)]
     for method, path, endpoint in routes:
         app.add_api_route(
             path, endpoint, methods=[method], response_class=Response, openapi_extra=requests_of(path),
-            include_in_schema=path != "/",
+            include_in_schema=path not in ("/", "/timeline"),
         )  # fmt: skip
     app.add_exception_handler(HTTPException, _http_error)
     for kind in (ApiError, InvalidRequest, CapacityError, Exception):
@@ -122,6 +123,7 @@ class Endpoints:
         self._started = int(time.time())
         self._page = page()
         self._grammars: Grammars | None = None
+        self._strips = Strips()
         self.metrics = Metrics(host)
 
     # ------------------------------------------------------------------------------------------ state
@@ -160,6 +162,10 @@ class Endpoints:
     async def web(self) -> Response:
         """The chat page."""
         return Response(self._page.html, headers=self._page.headers, media_type="text/html; charset=utf-8")
+
+    async def timeline(self) -> Response:
+        """What the kernel's workers did in a step that ran just now, for the page."""
+        return _json(await self._strips.record(self._host.loaded))
 
     # ------------------------------------------------------------------------------------------ text
     async def chat(self, request: Request) -> Response:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
@@ -50,6 +53,73 @@ def test_the_openai_client(tiny: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model="talking", messages=HELLO, temperature=9)
     assert caught.value.param == "temperature"
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather", "description": "of a city",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
+                       "additionalProperties": False},
+    },
+}  # fmt: skip
+
+
+def test_the_openai_client_calls_tools(tiny: Running) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "talking", "messages": HELLO, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 80}
+    answer = client.chat.completions.create(**asked, temperature=0).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    with client.chat.completions.stream(**asked, temperature=0) as stream:  # puts the parts together by itself
+        final = stream.get_final_completion().choices[0]
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+    assert final.finish_reason == "tool_calls"
+    again = [*HELLO, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    assert client.chat.completions.create(model="talking", messages=again, max_tokens=2).usage.completion_tokens <= 2
+
+
+def test_langchain(tiny: Running) -> None:
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    model = langchain.ChatOpenAI(
+        base_url=f"{tiny.url}/v1", api_key="none", model="talking", temperature=0, max_tokens=80, max_retries=0
+    )
+    answer = model.invoke("Hello")
+    assert answer.usage_metadata["output_tokens"] <= 80 and answer.content
+    assert "".join(part.content for part in model.stream("Hello")) == answer.content
+    bound = model.bind_tools([WEATHER], tool_choice="weather")
+    (call,) = bound.invoke("Weather?").tool_calls
+    assert call["name"] == "weather" and call["args"]["city"] in ("Rome", "Oslo")
+    parts = list(bound.stream("Weather?"))
+    whole = parts[0]
+    for part in parts[1:]:
+        whole += part
+    assert [c["args"] for c in whole.tool_calls] == [call["args"]]
+    form = {"title": "Place", "description": "d", **WEATHER["function"]["parameters"]}  # type: ignore[index, dict-item]
+    for method in ("function_calling", "json_schema"):
+        made = model.with_structured_output(form, method=method).invoke("Where?")
+        assert made["city"] in ("Rome", "Oslo")
+    assert [a.content for a in asyncio.run(model.abatch(["Hello", "Hello"]))] == [answer.content] * 2
+
+
+def test_curl(tiny: Running) -> None:
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+
+    def ask(*more: str, body: dict[str, Any], path: str = "/v1/chat/completions") -> str:
+        command = [curl, "-sS", *more, "-H", "Content-Type: application/json", "-d", json.dumps(body), tiny.url + path]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    body = {"messages": HELLO, "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+    text = json.loads(ask(body=body))["choices"][0]["message"]["content"]
+    lines = ask("-N", body={**body, "stream": True}).split("\n\n")
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in told) == text
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert ask("-w", "%{http_code}", "-o", "/dev/null", body={"messages": []}) == "400"
 
 
 def test_a_stream_that_is_closed_early(tiny: Running) -> None:

@@ -1,4 +1,4 @@
-"""Embeddings into the kernel and hidden states out of it, and the event loop's way to both, with a tiny random Llama."""
+"""Embeddings into the kernel, hidden states out of it, the event loop's way to both; with a tiny random Llama."""
 
 from __future__ import annotations
 
