@@ -1,7 +1,9 @@
 """A load generator: streams against a running server, times as vLLM's users know them.
 
     python -m megakernel.serve.load --url http://127.0.0.1:8000 --streams 1,4,16 --prompt-tokens 512 --output-tokens 128
+    python -m megakernel.serve.load --serve llama-3.2-1b --streams 1,4,16,64 -- --device cuda:0 --max-slots 64
 
+The second starts a server of the model for as long as it measures; what is behind -- are options of `megakernel serve`.
 TTFT: from sending to the first token.
 ITL: between events with tokens.
 TPOT: (end - first token) / (tokens - 1) of a request.
@@ -16,10 +18,14 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import ssl
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -183,10 +189,46 @@ async def measure(
     )  # fmt: skip
 
 
+@contextmanager
+def served(model: str, options: Sequence[str]) -> Iterator[str]:
+    """The address of a server of `model` in a process of its own, ready. Raises SystemExit when it ends before."""
+    command = [sys.executable, "-m", "megakernel", "serve", model, "--port", "0", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said: list[str] = []
+    reading = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
+    reading.start()
+    try:
+        while not (found := re.search(r"listening on (http\S+)", "".join(said))) or not _ready(found[1]):
+            if process.poll() is not None:
+                reading.join(5)
+                raise SystemExit("".join(said) or f"{' '.join(command)} ended")
+            time.sleep(0.05)
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+def _ready(url: str) -> bool:
+    async def asked() -> int:
+        _, writer, status, _ = await request(url, "/ready", None)
+        writer.close()
+        return status
+
+    try:
+        return asyncio.run(asked()) == 200
+    except (OSError, ValueError, IndexError):
+        return False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """One line for each number of streams; 1 when a request failed."""
     parser = argparse.ArgumentParser(prog="python -m megakernel.serve.load", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument(
+        "--serve", metavar="MODEL", help="start a server of this model instead, with the options after --"
+    )
     parser.add_argument("--streams", default="1,4,16", help="requests at once; several numbers are run in turn")
     parser.add_argument("--requests", type=int, default=0, help="of each number of streams; default 4 a stream")
     parser.add_argument("--prompt-tokens", type=int, default=512)
@@ -195,11 +237,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--api-key")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    chosen = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    cut = given.index("--") if "--" in given else len(given)
+    chosen = parser.parse_args(given[:cut])
+    with served(chosen.serve, given[cut + 1 :]) if chosen.serve else nullcontext(chosen.url) as url:
+        return _levels(chosen, url)
+
+
+def _levels(chosen: argparse.Namespace, url: str) -> int:
     failed = 0
     for streams in (int(part) for part in chosen.streams.split(",")):
         report = asyncio.run(
-            measure(chosen.url, streams, chosen.requests or 4 * streams, chosen.prompt_tokens, chosen.output_tokens,
+            measure(url, streams, chosen.requests or 4 * streams, chosen.prompt_tokens, chosen.output_tokens,
                     chosen.api_key, chosen.vocab, chosen.seed)
         )  # fmt: skip
         failed += report.failed

@@ -83,6 +83,20 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     "tool without name": (CHAT, chat(tools=[{"type": "function", "function": {}}]), 400, "name"),
     "tool of another kind": (CHAT, chat(tools=[{"type": "browser", "function": {"name": "f"}}]), 400, "tools.0.type"),
     "tool_choice required": (CHAT, chat(tool_choice="required"), 400, "tool_choice"),
+    "a named tool that is not there": (
+        CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice={
+            "type": "function", "function": {"name": "g"}}), 400, "no tool 'g'",
+    ),
+    "a named tool of no tools": (
+        CHAT, chat(tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice",
+    ),
+    "tool_choice of another kind": (CHAT, chat(tool_choice={"type": "allowed_tools"}), 400, "tool_choice"),
+    "tools beside a form": (
+        CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}], response_format={"type": "json_object"}),
+        400, "response_format",
+    ),
+    "return_token_ids a text": (CHAT, chat(return_token_ids="yes"), 400, "return_token_ids"),
+    "continue_final_message": (CHAT, chat(continue_final_message=True), 400, "continue_final_message: not supported"),
     "temperature a text": (CHAT, chat(temperature="1"), 400, "temperature"),
     "temperature true": (CHAT, chat(temperature=True), 400, "temperature"),
     "temperature negative": (CHAT, chat(temperature=-0.1), 400, "temperature"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +114,18 @@ def test_the_load_generator(tiny: Running, capsys: pytest.CaptureFixture[str]) -
     report = asyncio.run(load.measure(tiny.url, 2, 4, 20, 10, None, 256, 0))
     assert report.failed == 0 and report.ttft_p99_ms >= report.ttft_p50_ms > 0 and report.tokens_per_s > 0
     assert load.main(["--url", "http://127.0.0.1:9", "--streams", "1", "--requests", "1"]) == 1
+
+
+def test_the_load_generator_with_a_server_of_its_own(
+    talking: Path, serve_cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(serve_cache))
+    own = ["--", "--dtype", "f32", "--max-slots", "4", "--max-model-len", "512", "--workers", "2"]
+    few = ["--streams", "2", "--requests", "2", "--prompt-tokens", "5", "--output-tokens", "5", "--json"]
+    assert load.main(["--serve", str(talking), *few, *own]) == 0
+    assert json.loads(capsys.readouterr().out)["failed"] == 0
+    with pytest.raises(SystemExit, match="there is no model"):
+        load.main(["--serve", "no such model", *few])
 
 
 def test_the_time_that_the_server_adds(open_tiny: Callable[..., LLM]) -> None:
