@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from bench.device_session import TINY, generate
+from megakernel.engine import Engine
 from megakernel.errors import DeviceFault
 from megakernel.probe import forced_logits
 from megakernel.runtime import Runtime
+from megakernel.sampling import SamplingParams
 from tests.gpu.machine import needs_device, opened, prompts
 
 pytestmark = [needs_device]
@@ -87,6 +89,22 @@ def test_a_lost_signal_is_a_fault_and_the_next_launch_works() -> None:
         assert len(generate(run, given, 4, drawn)[0]) == 4
     finally:
         run.close()
+
+
+def test_rows_of_the_host_in_and_out() -> None:
+    """The table's own rows give the tokens' answer; what comes out is what the head multiplies."""
+    run, _, weights = opened("tiny-llama", inputs=True, hidden=True)
+    ids = prompts(run.manifest.vocab, (37,))[0]
+    table = np.asarray(weights.read("model.embed_tokens.weight", "f32", slice(None)), np.float32)  # also of the head
+    logits = forced_logits(run, ids, 36)[0]
+    run.reset()
+    with Engine(run) as engine:
+        want = engine.submit(ids, SamplingParams(max_tokens=20)).result(60)
+        made = engine.submit([-1] * 37, SamplingParams(max_tokens=20), embeddings=table[ids], hidden=True)
+        assert made.result(60).token_ids == want.token_ids
+        first = made.result().tokens[0].hidden
+    assert first is not None and made.prompt_hidden is not None and made.prompt_hidden.shape == (37, table.shape[1])
+    assert np.linalg.norm(table @ first - logits) / np.linalg.norm(logits) < 0.02
 
 
 def test_open_and_close_many_times() -> None:

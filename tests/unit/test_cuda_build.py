@@ -114,6 +114,15 @@ def _functions(cubin: bytes, names: tuple[str, ...]) -> list[tuple[int, int]]:
 
 
 @needs_wheels
+@pytest.mark.slow
+def test_rows_of_the_host_in_and_out_compile() -> None:
+    plan = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4, inputs=True, hidden=True)
+    flags = (*cuda_compiler.compile_flags(plan.target, False, False), "--ptxas-options=-v")
+    cubin, log = cuda_compiler.compile_cubin(plan_source(plan), INCLUDE, flags)
+    assert cubin[:4] == b"\x7fELF" and max(int(n) for n in re.findall(r"Used (\d+) registers", log)) <= REGISTERS
+
+
+@needs_wheels
 def test_the_flavour_with_random_delays_compiles() -> None:
     assert built("sm_90a", chaos=True)[0] != built("sm_90a")[0]
 
