@@ -10,7 +10,6 @@ reader until the client has read it from its socket and parsed it; both clocks a
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -105,7 +104,7 @@ def _rounds(llm: LLM, url: str, prompt_tokens: int, tokens: int, rounds: int) ->
             pass
         own = stamped.times[:tokens]
         body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        command = [sys.executable, "-m", "megakernel.serve.overhead", "--client", url]
+        command = [sys.executable, "-m", "megakernel.serve.load", "--url", url, "--one"]
         told = json.loads(subprocess.run(command, input=json.dumps(body), capture_output=True, text=True).stdout)
         if turn:
             alone.append((tokens - 1) / (own[-1] - own[0]))
@@ -116,14 +115,6 @@ def _rounds(llm: LLM, url: str, prompt_tokens: int, tokens: int, rounds: int) ->
         llm.name, f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {llm.program.manifest.target}", tokens,
         rounds, own_rate, rate, rate / own_rate, load.percentile(added, 0.5), load.percentile(added, 0.99),
     )  # fmt: skip
-
-
-async def client(url: str, body: dict[str, Any]) -> list[float]:
-    """Seconds of perf_counter at which each token was read."""
-    made = await load.stream(url, "/v1/completions", body)
-    if made.error:
-        raise SystemExit(made.error)
-    return [at for at, count in zip(made.times, made.tokens) for _ in range(count)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,11 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--client", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
-    if chosen.client:
-        sys.stdout.write(json.dumps(asyncio.run(client(chosen.client, json.loads(sys.stdin.read())))))
-        return 0
     with LLM(
         chosen.model, device=chosen.device, dtype=chosen.dtype, workers=chosen.workers, max_slots=chosen.max_slots
     ) as llm:
