@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from megakernel.engine import Engine
     from megakernel.errors import MegakernelError
     from megakernel.llm import LLM
+    from megakernel.module import from_module
     from megakernel.opening import compile
     from megakernel.output import Output
     from megakernel.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Engine", "MegakernelError", "Output", "Program", "SamplingParams", "compile"]
+__all__ = ["LLM", "Engine", "MegakernelError", "Output", "Program", "SamplingParams", "compile", "from_module"]
 
 _HOMES = {
     "LLM": "llm",
@@ -25,6 +26,7 @@ _HOMES = {
     "Program": "builder.program",
     "SamplingParams": "sampling",
     "compile": "opening",
+    "from_module": "module",
 }
 
 

@@ -80,7 +80,10 @@ def memory_of(manifest: Manifest, kv_pages: int) -> MemoryReport:
 
 def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
     """Name in KernelArgs, bytes, whether the host touches it while the kernel runs."""
+    rows = m.max_slots * m.max_context * 4
+    floats = (("inputs", rows * m.input_cols, True), ("outputs", rows * m.output_cols, True))
     return (
+        *(each for each in floats if each[1]),
         ("queues", m.workers * m.queue_length * 128, False),
         ("counters", max(1, m.counter_count) * COUNTER_STRIDE * 8, False),
         ("headers", 2 * STEP.size, False),
@@ -265,6 +268,18 @@ class Runtime:
         """Write a free slot's prompt into the token buffer."""
         data = np.asarray(ids, np.int32)
         self.device.upload(self._buffers["tokens"], slot * self.manifest.max_context * 4, data)
+
+    def set_rows(self, slot: int, rows: npt.NDArray[np.float32]) -> None:
+        """Write a free slot's input rows, float32 [positions, input_cols]; between launches."""
+        at = slot * self.manifest.max_context * self.manifest.input_cols * 4
+        self.device.upload(self._buffers["inputs"], at, np.ascontiguousarray(rows, np.float32))
+
+    def rows(self, slot: int, count: int) -> npt.NDArray[np.float32]:
+        """A slot's first output rows, float32 [count, output_cols]: a copy; between launches."""
+        m = self.manifest
+        row = m.output_cols * 4
+        raw = self.device.download(self._buffers["outputs"], slot * m.max_context * row, count * row)
+        return np.frombuffer(raw.tobytes(), np.float32).reshape(count, m.output_cols)
 
     def set_bias(self, slot: int, bias: npt.NDArray[np.float32]) -> None:
         """Write what is added to the logits of a slot that the kernel does not sample now, float32 [vocab]."""

@@ -27,6 +27,7 @@ class WeightPart:
 
     head: the rows come in heads of so many, each of which takes `padded` rows, the last of them zero. half: rows `i`
     and `i + half` of a head are put side by side, i < half. 0: as they are stored.
+    A part of a vector that names no tensor is zeros.
     """
 
     tensor: str
@@ -145,6 +146,8 @@ class Manifest:
     trace: bool = False
     workspace_copies: int = 1  # 2: even and odd steps have their own
     keeps_tensors: bool = False  # no two tensors of a step share memory
+    input_cols: int = 0  # floats of a row from the host
+    output_cols: int = 0  # floats of a row to the host; 0 for a program that gives tokens
 
     def tensor(self, name: str) -> WorkspaceTensor:
         for t in self.tensors:

@@ -473,6 +473,8 @@ ARGS = Struct(
         Field("vocab", "u32"),
         Field("chaos_seed", "u32", doc="seed of random delays; used only by a build with chaos on"),
         Field("drop_signal", "u32", doc="counter whose next signal is lost; used only by a build with chaos on"),
+        Field("inputs", "u64", doc="address of float[max_slots][max_context][...], host-visible; 0: tokens only"),
+        Field("outputs", "u64", doc="address of float[max_slots][max_context][...], host-visible; 0: tokens only"),
     ),
     pad_to=256,
     doc="Everything the kernel is given. Addresses are the device's.",
