@@ -2,6 +2,7 @@
 
 python -m bench.device_session check
 python -m bench.device_session time llama-3.2-1b 32 512 4096
+python -m bench.device_session models qwen3-0.6b llama-3.2-1b --file models.jsonl
 """
 
 from __future__ import annotations
@@ -288,6 +289,10 @@ def trace_shape(name: str, context: int, steps: int = 40) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    if argv[0] == "models":
+        from bench import models
+
+        return models.main(argv[1:])
     for word in [a for a in argv if "=" in a]:
         name, value = word.split("=")
         TUNABLES[name] = int(value)

@@ -10,13 +10,16 @@ if TYPE_CHECKING:
     from megakernel.engine import Engine
     from megakernel.errors import MegakernelError
     from megakernel.llm import LLM
+    from megakernel.module import from_module
     from megakernel.opening import compile
     from megakernel.output import Output
     from megakernel.request import Embedded
     from megakernel.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Embedded", "Engine", "MegakernelError", "Output", "Program", "SamplingParams", "compile"]
+__all__ = [
+    "LLM", "Embedded", "Engine", "MegakernelError", "Output", "Program", "SamplingParams", "compile", "from_module",
+]  # fmt: skip
 
 _HOMES = {
     "LLM": "llm",
@@ -27,6 +30,7 @@ _HOMES = {
     "Program": "builder.program",
     "SamplingParams": "sampling",
     "compile": "opening",
+    "from_module": "module",
 }
 
 

@@ -37,6 +37,10 @@ class GraphError(MegakernelError):
     """A graph is malformed: unknown tensor, wrong shape, a value used before it is made."""
 
 
+class CaptureError(MegakernelError):
+    """A torch module that no graph can be made of; the message names the first operator and its source line."""
+
+
 class LoweringError(MegakernelError):
     """A graph node that no task can run, or one whose sizes a task cannot take."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megakernel.errors import GraphError
 from megakernel.operators import OPERATORS, Shape
 from megakernel.rope import RopeSpec
+from megakernel.tasks.task import all_operators
 
 if TYPE_CHECKING:
     import torch
@@ -114,12 +115,25 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Graph:
-    """An immutable model: tensors by name, nodes in order of execution, `output` the tensor named "logits"."""
+    """An immutable model: tensors by name, nodes in order of execution, `output` the tensor named "logits".
+
+    A graph whose output has another name gives rows, not tokens: those of `output` and of `more_outputs`.
+    """
 
     config: ModelConfig
     tensors: Mapping[str, Tensor]
     nodes: tuple[Node, ...]
     output: str = LOGITS
+    more_outputs: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The floats from outside, in order of declaration."""
+        return tuple(t for t in self.tensors.values() if t.kind == "input")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.output, *self.more_outputs)
 
     def tensor(self, name: str) -> Tensor:
         """Raises GraphError for an unknown name."""
@@ -170,10 +184,11 @@ class Graph:
                 got = f"{out.kind} {out.shape}"
                 raise GraphError(f"node {node.name} ({node.op}): output {out.name!r}: expected ({cols},), got {got}")
             made.add(node.output)
-        if self.output not in made:
-            raise GraphError(f"no node makes the output {self.output!r}")
+        for name in self.outputs:
+            if name not in made:
+                raise GraphError(f"no node makes the output {name!r}")
         cols = self.tensors[self.output].cols
-        if TOKENS in (n for node in self.nodes for n in node.inputs) and cols != self.config.vocab:
+        if self.output == LOGITS and cols != self.config.vocab:
             raise GraphError(f"{self.output}: expected {self.config.vocab} columns (the vocabulary), got {cols}")
         return self
 
@@ -200,6 +215,7 @@ class Graph:
                 "tensors": [asdict(t) for t in self.tensors.values()],
                 "nodes": [_plain_node(node) for node in self.nodes],
                 "output": self.output,
+                "more_outputs": self.more_outputs,
             }
         )
 
@@ -218,11 +234,12 @@ class Graph:
 
 def output_cols(node: Node, inputs: Sequence[Tensor]) -> int:
     """Columns of a node's output. Raises GraphError when its inputs or attributes do not fit its operator."""
-    if node.op not in OPERATORS:
-        raise GraphError(f"node {node.name}: unknown operator {node.op!r}; known: {', '.join(OPERATORS)}")
+    known = {**OPERATORS, **{name: operator.columns for name, operator in all_operators().items()}}
+    if node.op not in known:
+        raise GraphError(f"node {node.name}: unknown operator {node.op!r}; known: {', '.join(known)}")
     shapes = [Shape(t.name, t.kind, t.rows, t.cols) for t in inputs]
     try:
-        return OPERATORS[node.op](shapes, node.attrs)
+        return known[node.op](shapes, node.attrs)
     except GraphError as e:
         raise GraphError(f"node {node.name} ({node.op}): {e}") from None
 
@@ -259,6 +276,18 @@ class GraphBuilder:
         finally:
             self._layer = -1
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor of that name was declared or made."""
+        return name in self._tensors
+
+    def columns(self, name: str) -> int:
+        """Raises GraphError for an unknown name."""
+        return self._input(name).cols
+
+    def tensor_kind(self, name: str) -> Kind:
+        """Raises GraphError for an unknown name."""
+        return self._input(name).kind
+
     def weight(self, name: str, n: int, k: int | None = None) -> str:
         """Declare a checkpoint tensor `[n, k]`, or a vector `[n]` when k is None. Declaring it again is allowed."""
         source = WeightSlice(name, 0, n)
@@ -282,9 +311,9 @@ class GraphBuilder:
             return self._declare(Tensor(label, "weight", source.count, None, source))
         return self._declare(Tensor(label, "weight", whole.rows if transposed else whole.cols, source.count, source))
 
-    def input(self, cols: int) -> str:
-        """Floats `[rows, cols]` from outside, in place of token ids."""
-        return self._declare(Tensor(INPUT, "input", cols))
+    def input(self, cols: int, name: str = INPUT) -> str:
+        """Floats `[rows, cols]` from outside, in place of token ids or beside them."""
+        return self._declare(Tensor(name, "input", cols))
 
     def embedding(self, name: str, table: str, *, scale: float = 1.0, positions: str | None = None) -> str:
         """`table[token] * scale`, plus row `position` of the table `positions` if there is one."""
@@ -341,9 +370,13 @@ class GraphBuilder:
         """`limit * tanh(x / limit)`."""
         return self._add(name, "softcap", (x,), limit=limit)
 
-    def finish(self, output: str = LOGITS) -> Graph:
+    def operator(self, name: str, op: str, *inputs: str, **attrs: Any) -> str:
+        """The operator that a task declares for itself as `op`."""
+        return self._add(name, op, inputs, **attrs)
+
+    def finish(self, output: str = LOGITS, *more: str) -> Graph:
         """The graph, validated. A model's output is a node named "logits" outside every layer."""
-        return Graph(self.config, MappingProxyType(dict(self._tensors)), tuple(self._nodes), output).validate()
+        return Graph(self.config, MappingProxyType(dict(self._tensors)), tuple(self._nodes), output, more).validate()
 
     def _input(self, name: str) -> Tensor:
         if name not in self._tensors:

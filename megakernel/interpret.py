@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from megakernel.errors import GraphError, InvalidRequest, MissingExtra
-from megakernel.graph import INPUT, TOKENS, Graph, Node, Tensor
+from megakernel.graph import INPUT, LOGITS, TOKENS, Graph, Node, Tensor
+from megakernel.tasks.task import all_operators
 
 if TYPE_CHECKING:
     import torch
@@ -28,17 +29,34 @@ class Interpreter:
     """Runs one sequence. `step` continues where the last one ended: keys and values are kept between steps.
 
     weights: checkpoint tensor name -> numpy array or torch tensor of any float dtype; each is asked for once and kept
-    as float32.
+    as float32, or with `forget` asked for again in every step and kept only until its last use. device: torch's.
+    dtype: "float32", or "bfloat16" for what a torch module in that type computes: its products and sums are rounded to
+    it, norms, rotations and softmax are computed in float32.
     """
 
-    def __init__(self, graph: Graph, weights: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        weights: Callable[[str], Any],
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        forget: bool = False,
+    ) -> None:
         self._torch = _torch()
+        self._device, self._dtype, self._forget = device, getattr(self._torch, dtype), forget
         self.graph = graph
         self.position = 0
         self._read = weights
         self._stored: dict[str, torch.Tensor] = {}
         self._cache: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last_use = {name: i for i, node in enumerate(graph.nodes) for name in node.inputs}
+        self._last_read = {
+            t.source.tensor: i
+            for i, node in enumerate(graph.nodes)
+            for t in map(graph.tensor, node.inputs)
+            if t.source is not None
+        }
 
     def reset(self) -> None:
         """Forget the sequence; the next step starts at position 0."""
@@ -46,32 +64,51 @@ class Interpreter:
         self._cache.clear()
 
     def step(
-        self, tokens: Sequence[int] | torch.Tensor, keep: Literal["all"] | Iterable[str] = ("logits",)
+        self,
+        tokens: Sequence[int] | torch.Tensor | Mapping[str, torch.Tensor],
+        keep: Literal["all"] | Iterable[str] = ("logits",),
     ) -> dict[str, torch.Tensor]:
         """Run the next tokens of the sequence; the kept activations, float32 `[len(tokens), cols]`.
 
-        A graph that begins with floats takes them, `[rows, cols]`, in place of tokens.
+        A graph that begins with floats takes them, `[rows, cols]`, in place of tokens; one with several inputs takes
+        all of them by name, tokens as "tokens". The outputs are always kept.
 
         Raises InvalidRequest for no token, a token outside the vocabulary or a sequence past the model's limit, and
         GraphError for a name in `keep` that the graph lacks or a weight of the wrong shape.
         """
-        floats = INPUT in self.graph.tensors
-        ids = self._torch.as_tensor(tokens, dtype=self._torch.float32 if floats else self._torch.int64)
-        ids = ids if floats else ids.reshape(-1)
-        if not floats:
-            self._check(ids)
-        wanted = None if keep == "all" else set(keep) | {self.graph.output}
+        values = self._begin(tokens)
+        count = len(next(iter(values.values())))
+        wanted = None if keep == "all" else (set(keep) - {LOGITS}) | set(self.graph.outputs)
         for name in wanted or ():
             self.graph.tensor(name)
-        values: dict[str, torch.Tensor] = {INPUT if floats else TOKENS: ids}
         with self._torch.inference_mode():
             for i, node in enumerate(self.graph.nodes):
                 values[node.output] = self._run(node, [self._value(name, values) for name in node.inputs])
+                self._drop(i, node)
                 for name in node.inputs:
                     if wanted is not None and name not in wanted and self._last_use[name] == i:
                         values.pop(name, None)
-        self.position += len(ids)
+        self.position += count
         return {name: value for name, value in values.items() if wanted is None or name in wanted}
+
+    def _drop(self, index: int, node: Node) -> None:
+        """Forget the weights that no later node reads."""
+        for source in (self.graph.tensor(name).source for name in node.inputs) if self._forget else ():
+            if source is not None and self._last_read[source.tensor] == index:
+                self._stored.pop(source.tensor, None)
+
+    def _begin(self, given: Any) -> dict[str, torch.Tensor]:
+        """The values that no node makes, by name."""
+        if not isinstance(given, Mapping):
+            given = {INPUT if INPUT in self.graph.tensors else TOKENS: given}
+        values: dict[str, torch.Tensor] = {}
+        for name, data in given.items():
+            if self.graph.tensor(name).kind == "input":
+                values[name] = self._torch.as_tensor(data, dtype=self._dtype, device=self._device)
+            else:
+                values[name] = self._torch.as_tensor(data, dtype=self._torch.int64, device=self._device).reshape(-1)
+                self._check(values[name])
+        return values
 
     def _check(self, ids: torch.Tensor) -> None:
         config = self.graph.config
@@ -91,7 +128,7 @@ class Interpreter:
         if source is None:
             raise GraphError(f"tensor {name!r} is used before it is made")
         if source.tensor not in self._stored:
-            self._stored[source.tensor] = self._float32(self._read(source.tensor))
+            self._stored[source.tensor] = self._weight(self._read(source.tensor))
         whole = self._stored[source.tensor]
         rows = whole.T if source.transposed else whole
         part = rows[source.start : source.stop]
@@ -107,11 +144,11 @@ class Interpreter:
         """A weight that is not a slice must be the whole checkpoint tensor."""
         return tensor.source is None or tensor.name != tensor.source.tensor or tuple(whole.shape) == tensor.shape
 
-    def _float32(self, data: Any) -> Any:
-        if isinstance(data, self._torch.Tensor):
-            return data.detach().to(self._torch.float32)
-        array = np.ascontiguousarray(np.asarray(data), dtype=np.float32)
-        return self._torch.from_numpy(array if array.flags.writeable else array.copy())
+    def _weight(self, data: Any) -> Any:
+        if not isinstance(data, self._torch.Tensor):
+            array = np.ascontiguousarray(np.asarray(data), dtype=np.float32)
+            data = self._torch.from_numpy(array if array.flags.writeable else array.copy())
+        return data.detach().to(self._device, self._dtype)
 
     def _run(self, node: Node, inputs: list[torch.Tensor]) -> torch.Tensor:
         library, a, x = self._torch, node.attrs, inputs[0]
@@ -140,14 +177,17 @@ class Interpreter:
             out = x * float(a["factor"])
         elif node.op == "softcap":
             out = library.tanh(x / a["limit"]) * a["limit"]
+        elif node.op in all_operators():
+            out = all_operators()[node.op].interpret(library, inputs, a)
         else:
             raise GraphError(f"node {node.name}: the interpreter has no operator {node.op!r}")
         return out
 
     def _rope(self, x: torch.Tensor, a: Mapping[str, Any]) -> torch.Tensor:
         spec = a["spec"]
-        cos, sin = (self._torch.from_numpy(t)[:, None, :] for t in spec.at(np.arange(len(x)) + self.position))
-        heads = x.reshape(len(x), a["heads"], a["head_dim"]).clone()
+        tables = spec.at(np.arange(len(x)) + self.position)
+        cos, sin = (self._torch.from_numpy(t)[:, None, :].to(x.device) for t in tables)
+        heads = x.reshape(len(x), a["heads"], a["head_dim"]).to(self._torch.float32, copy=True)
         part = heads[..., : spec.rotary_dim]
         if spec.interleaved:
             first, second = part[..., 0::2], part[..., 1::2]
@@ -155,7 +195,7 @@ class Interpreter:
             first, second = part[..., : spec.rotary_dim // 2], part[..., spec.rotary_dim // 2 :]
         turned = first * cos - second * sin, second * cos + first * sin
         first[...], second[...] = turned
-        return heads.reshape(x.shape)
+        return heads.reshape(x.shape).to(x.dtype)
 
     def _attention(self, node: Node, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[rows, heads * head_dim]; keys are those of the cache and then this step's own."""
@@ -180,19 +220,20 @@ class Interpreter:
         scores = (q @ k.transpose(-1, -2)) * a["scale"]
         if a["softcap"] is not None:
             scores = library.tanh(scores / a["softcap"]) * a["softcap"]
-        row = library.arange(q.shape[2])[:, None] + (self.position + begin)
-        column = library.arange(k.shape[2])[None, :]
+        row = library.arange(q.shape[2], device=q.device)[:, None] + (self.position + begin)
+        column = library.arange(k.shape[2], device=q.device)[None, :]
         hidden = column > row
         if a["window"] is not None:
             hidden = hidden | (column <= row - a["window"])
-        out: torch.Tensor = library.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
+        chances = library.softmax(scores.masked_fill(hidden, float("-inf")), -1, dtype=library.float32)
+        out: torch.Tensor = chances.to(v.dtype) @ v
         return out
 
 
 def _rms_norm(torch: Any, x: Any, gamma: Any, a: Mapping[str, Any]) -> Any:
-    parts = x.reshape(len(x), -1, a["group"] or x.shape[1])
+    parts = x.reshape(len(x), -1, a["group"] or x.shape[1]).float()
     scaled = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + a["eps"])
-    return (scaled * (gamma + a["offset"])).reshape(x.shape)
+    return (scaled * (gamma.float() + a["offset"])).reshape(x.shape).to(x.dtype)
 
 
 def _activation(torch: Any, name: str, x: Any) -> Any:

@@ -80,6 +80,8 @@ def memory_of(manifest: Manifest, kv_pages: int) -> MemoryReport:
 
 def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
     """Name in KernelArgs, bytes, whether the host touches it while the kernel runs."""
+    rows = m.max_slots * m.max_context * 4
+    floats = (("inputs", m.input_cols), ("hidden", m.hidden_cols), ("outputs", m.output_cols))
     return (
         ("queues", m.workers * m.queue_length * 128, False),
         ("counters", max(1, m.counter_count) * COUNTER_STRIDE * 8, False),
@@ -93,8 +95,7 @@ def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
         ("mailbox", MAILBOX.size, True),
         ("ring", TOKEN_RING.size, True),
         ("fault", FAULT.size, True),
-        *((name, m.max_slots * m.max_context * cols * 4, True)
-          for name, cols in (("inputs", m.input_cols), ("hidden", m.hidden_cols)) if cols),
+        *((name, rows * cols, True) for name, cols in floats if cols),
     )  # fmt: skip
 
 
@@ -284,6 +285,15 @@ class Runtime:
         shape = (m.max_slots, m.max_context, cols)
         rows: npt.NDArray[np.float32] = host[: 4 * m.max_slots * m.max_context * cols].view(np.float32).reshape(shape)
         return rows
+
+    def set_rows(self, slot: int, rows: npt.NDArray[np.float32]) -> None:
+        """Write a free slot's input rows from its first position on, float32 [positions, input_cols]."""
+        self.set_inputs(slot, range(len(rows)), rows)
+
+    def rows(self, slot: int, count: int) -> npt.NDArray[np.float32]:
+        """A slot's first output rows, float32 [count, output_cols]: a copy; between launches."""
+        found: npt.NDArray[np.float32] = self._rows("outputs", self.manifest.output_cols)[slot, :count].copy()
+        return found
 
     def set_bias(self, slot: int, bias: npt.NDArray[np.float32]) -> None:
         """Write what is added to the logits of a slot that the kernel does not sample now, float32 [vocab]."""

@@ -26,6 +26,7 @@ class Settings:
     MEGAKERNEL_DEBUG: 0 to 4, each level adds to the one before.
     MEGAKERNEL_SPIN_MS: how long a worker waits for another before it reports a fault.
     MEGAKERNEL_STEPS: most steps of one launch.
+    MEGAKERNEL_TASKS: folders with tasks beside the package's own, separated as in PATH.
     MEGAKERNEL_API_KEY: key that the server's clients must have.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     spin_ms: int = 10_000
     steps_per_launch: int = 256
     api_key: str | None = field(default=None, repr=False)
+    task_folders: tuple[Path, ...] = ()
 
     @property
     def spin_budget_ns(self) -> int:
@@ -65,7 +67,16 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         spin_ms=_integer(env, "MEGAKERNEL_SPIN_MS", 10_000, 1, 3_600_000),
         steps_per_launch=_integer(env, "MEGAKERNEL_STEPS", 256, 1, 1_000_000),
         api_key=_text(env, "MEGAKERNEL_API_KEY"),
+        task_folders=_folders(env, "MEGAKERNEL_TASKS"),
     )
+
+
+def _folders(env: Mapping[str, str], name: str) -> tuple[Path, ...]:
+    found = tuple(Path(part).expanduser().resolve() for part in (_text(env, name) or "").split(os.pathsep) if part)
+    for folder in found:
+        if not folder.is_dir():
+            raise SettingsError(f"{name}: expected folders separated by {os.pathsep!r}, got {str(folder)!r}")
+    return found
 
 
 def _text(env: Mapping[str, str], name: str) -> str | None:

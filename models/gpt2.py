@@ -10,7 +10,7 @@ from megakernel.models.blocks import head, layer_norm, rotate_and_attend
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("GPT2LMHeadModel",)
-CHECKED = ("logits",)
+CHECKED = ("logits", "gguf")
 
 
 def build(config: Mapping[str, Any]) -> Graph:
@@ -31,6 +31,7 @@ def build(config: Mapping[str, Any]) -> Graph:
     fields.only("scale_attn_by_inverse_layer_idx", False)
     for name in ("reorder_and_upcast_attn", *(n for n in config if n.startswith("summary_"))):
         fields.raw(name)
+    across = not fields.raw("_plain_rows")  # GGUF files have them as [out, in]
     fields.finish()
     b = GraphBuilder(c)
     table = b.weight("transformer.wte.weight", c.vocab, c.hidden)
@@ -39,26 +40,29 @@ def build(config: Mapping[str, Any]) -> Graph:
         with b.layer(i):
             at = f"transformer.h.{i}"
             normed = layer_norm(b, "attention_norm", x, f"{at}.ln_1", eps)
-            q, k, v = stored_across(b, ("q", "k", "v"), normed, f"{at}.attn.c_attn", c.hidden, c.hidden)
+            q, k, v = stored(b, ("q", "k", "v"), normed, f"{at}.attn.c_attn", c.hidden, c.hidden, across)
             mixed = rotate_and_attend(b, q, k, v, None, None)
-            (mixed,) = stored_across(b, ("attention_output",), mixed, f"{at}.attn.c_proj", c.hidden, c.hidden)
+            (mixed,) = stored(b, ("attention_output",), mixed, f"{at}.attn.c_proj", c.hidden, c.hidden, across)
             x = b.add("attention_residual", x, mixed)
             normed = layer_norm(b, "mlp_norm", x, f"{at}.ln_2", eps)
-            (inner,) = stored_across(b, ("up",), normed, f"{at}.mlp.c_fc", c.intermediate, c.hidden)
+            (inner,) = stored(b, ("up",), normed, f"{at}.mlp.c_fc", c.intermediate, c.hidden, across)
             inner = b.activation("activation", inner, activation=activation)
-            (inner,) = stored_across(b, ("mlp_output",), inner, f"{at}.mlp.c_proj", c.hidden, c.intermediate)
+            (inner,) = stored(b, ("mlp_output",), inner, f"{at}.mlp.c_proj", c.hidden, c.intermediate, across)
             x = b.add("mlp_residual", x, inner)
     x = layer_norm(b, "final_norm", x, "transformer.ln_f", eps)
     return head(b, x, table if c.tied else b.weight("lm_head.weight", c.vocab, c.hidden))
 
 
-def stored_across(b: GraphBuilder, names: tuple[str, ...], x: str, weight: str, n: int, k: int) -> tuple[str, ...]:
-    """Linears of n columns, one beside the other in a checkpoint tensor [k, n * len(names)]."""
-    b.weight(f"{weight}.weight", k, n * len(names))
-    b.weight(f"{weight}.bias", n * len(names))
+def stored(
+    b: GraphBuilder, names: tuple[str, ...], x: str, weight: str, n: int, k: int, across: bool
+) -> tuple[str, ...]:
+    """Linears of n columns from one checkpoint tensor: across, [k, n * len(names)], or [n * len(names), k]."""
+    rows = n * len(names)
+    b.weight(f"{weight}.weight", *((k, rows) if across else (rows, k)))
+    b.weight(f"{weight}.bias", rows)
     return tuple(
         b.linear(
-            name, x, b.weight_slice(f"{weight}.weight", i * n, i * n + n, transposed=True),
+            name, x, b.weight_slice(f"{weight}.weight", i * n, i * n + n, transposed=across),
             b.weight_slice(f"{weight}.bias", i * n, i * n + n),
         )
         for i, name in enumerate(names)

@@ -11,7 +11,7 @@ from megakernel.models.blocks import layer_norm, plain_mlp, project, read_model,
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("GPTNeoXForCausalLM",)
-CHECKED = ("logits", "random")
+CHECKED = ("logits", "gguf", "random")
 
 
 def build(config: Mapping[str, Any]) -> Graph:
@@ -25,6 +25,7 @@ def build(config: Mapping[str, Any]) -> Graph:
     eps, bias = fields.number("layer_norm_eps", 1e-5), fields.flag("attention_bias", True)
     activation = fields.activation("hidden_act", "gelu")
     parallel = fields.flag("use_parallel_residual", True)
+    by_head = not fields.raw("_plain_rows")  # GGUF files have all of q, all of k, all of v
     fields.finish()
     b = GraphBuilder(c)
     table = b.weight("gpt_neox.embed_in.weight", c.vocab, c.hidden)
@@ -34,7 +35,7 @@ def build(config: Mapping[str, Any]) -> Graph:
             at = f"gpt_neox.layers.{i}"
             normed = layer_norm(b, "attention_norm", x, f"{at}.input_layernorm", eps)
             mixed = rotate_and_attend(
-                b, *queries_keys_values(b, normed, f"{at}.attention.query_key_value", bias), c.rope, None
+                b, *queries_keys_values(b, normed, f"{at}.attention.query_key_value", bias, by_head), c.rope, None
             )
             mixed = project(b, "attention_output", mixed, f"{at}.attention.dense", c.hidden, c.hidden, bias)
             mixed = b.add("attention_residual", x, mixed)
@@ -45,8 +46,9 @@ def build(config: Mapping[str, Any]) -> Graph:
     return output_head(b, x, table if c.tied else b.weight("embed_out.weight", c.vocab, c.hidden))
 
 
-def queries_keys_values(b: GraphBuilder, x: str, weight: str, bias: bool) -> tuple[str, str, str]:
-    """q, k and v: rows of one tensor that holds q, k and v of the first head, then those of the second, and so on."""
+def queries_keys_values(b: GraphBuilder, x: str, weight: str, bias: bool, by_head: bool) -> tuple[str, str, str]:
+    """q, k and v: rows of one tensor that by head holds q, k and v of the first head, then those of the second, and so
+    on, or else all of q, then of k, then of v."""
     c = b.config
     rows, dim = 3 * c.hidden, c.head_dim
     b.weight(f"{weight}.weight", rows, c.hidden)
@@ -54,9 +56,10 @@ def queries_keys_values(b: GraphBuilder, x: str, weight: str, bias: bool) -> tup
         b.weight(f"{weight}.bias", rows)
 
     def part(name: str, index: int) -> str:
-        start = index * dim
-        matrix = b.weight_slice(f"{weight}.weight", start, rows, block=dim, stride=3 * dim)
-        vector = b.weight_slice(f"{weight}.bias", start, rows, block=dim, stride=3 * dim) if bias else None
+        start, stop = (index * dim, rows) if by_head else (index * c.hidden, (index + 1) * c.hidden)
+        block, stride = (dim, 3 * dim) if by_head else (0, 0)
+        matrix = b.weight_slice(f"{weight}.weight", start, stop, block=block, stride=stride)
+        vector = b.weight_slice(f"{weight}.bias", start, stop, block=block, stride=stride) if bias else None
         return b.linear(name, x, matrix, vector)
 
     return part("q", 0), part("k", 1), part("v", 2)

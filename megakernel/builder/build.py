@@ -19,7 +19,7 @@ from megakernel.builder.memory import MemoryPlan, plan
 from megakernel.builder.program import FORMAT, Manifest, NodeInfo, Program, WorkspaceTensor
 from megakernel.device.device import Device, KernelSource
 from megakernel.errors import CapacityError, LoweringError, ProgramError
-from megakernel.graph import Graph
+from megakernel.graph import LOGITS, Graph
 from megakernel.scheduler.assign import find_policies
 from megakernel.scheduler.by_value import drop_value_waits
 from megakernel.scheduler.dependencies import schedule
@@ -122,18 +122,39 @@ def build_program(
     `config`: Hugging Face keys, as in `Checkpoint.config`. `max_context` defaults to 4096 or the model's own limit if
     that is less. `cache`: folder of compiled kernels. Raises LoweringError, ScheduleError, BuildError, NoCompiler.
     """
-    say = progress or (lambda _stage: None)
     options: dict[str, Any] = {
         "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
         "max_rows": max_rows, "policy": policy, "keep_tensors": keep_tensors, "inputs": inputs, "hidden": hidden,
     }  # fmt: skip
-    flavour = {"chaos": chaos, "trace": trace}
-    entry = program_entry(cache, [dict(config), asdict(target), options, flavour, name, device.compiler_id(target)])
+    return _built(
+        dict(config), lambda: make_plan(config, target, **options), target, device, cache, name, options,
+        {"chaos": chaos, "trace": trace}, progress,
+    )  # fmt: skip
+
+
+def build_graph_program(
+    graph: Graph, target: Target, device: Device, *, cache: Path, name: str = "", chaos: bool = False,
+    progress: Progress | None = None, **options: Any,
+) -> Program:  # fmt: skip
+    """As `build_program`, of a graph; `options` are those of `plan_graph`."""
+    return _built(
+        json.loads(graph.to_json()), lambda: plan_graph(graph, target, **options), target, device, cache, name, options,
+        {"chaos": chaos, "trace": False}, progress,
+    )  # fmt: skip
+
+
+def _built(
+    what: object, planned: Callable[[], Plan], target: Target, device: Device, cache: Path, name: str,
+    options: Mapping[str, Any], flavour: Mapping[str, bool], progress: Progress | None,
+) -> Program:  # fmt: skip
+    """The program of `what` (a config or a graph as plain values) from the cache, or planned and compiled."""
+    say = progress or (lambda _stage: None)
+    entry = program_entry(cache, [what, asdict(target), options, flavour, name, device.compiler_id(target)])
     found = _try_load(entry)
     if found is not None:
         return found
     say("schedule")
-    made = make_plan(config, target, **options)
+    made = planned()
     source = plan_source(made, **flavour)
     say("compile")
     program = assemble(made, source, compiled(source, device, cache), name=name)
@@ -236,8 +257,9 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         source_hash=source_hash(source),
         chaos=source.chaos,
         trace=source.trace,
-        input_cols=made.graph.config.hidden if limits.inputs else 0,
+        input_cols=made.graph.config.hidden if limits.inputs else sum(t.cols for t in made.graph.inputs),
         hidden_cols=made.graph.config.hidden if limits.hidden else 0,
+        output_cols=0 if made.graph.output == LOGITS else sum(low.tensors[t].cols for t in made.graph.outputs),
     )
 
 

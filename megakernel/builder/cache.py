@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megakernel.device.device import Device, KernelSource
 from megakernel.errors import BuildError
+from megakernel.settings import read_settings
 
 PACKAGE = Path(__file__).resolve().parent.parent
 INCLUDE = PACKAGE.parent
@@ -32,8 +33,8 @@ STALE_SECONDS = 3600.0
 @lru_cache(maxsize=1)
 def device_sources() -> tuple[Path, ...]:
     """Every device source of the package, in a fixed order."""
-    found = [p for f in SOURCE_FOLDERS for p in (PACKAGE / f).iterdir() if p.suffix in SOURCE_SUFFIXES]
-    return tuple(sorted(found))
+    folders = [*(PACKAGE / f for f in SOURCE_FOLDERS), *read_settings().task_folders]
+    return tuple(sorted(p for folder in folders for p in folder.iterdir() if p.suffix in SOURCE_SUFFIXES))
 
 
 def cache_key(source: KernelSource, compiler_id: str) -> str:
@@ -46,7 +47,8 @@ def cache_key(source: KernelSource, compiler_id: str) -> str:
         h.update(part.encode())
     for path in device_sources():
         data = path.read_bytes()
-        h.update(f"{path.relative_to(PACKAGE)}\0{len(data)}\0".encode())
+        where = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path
+        h.update(f"{where}\0{len(data)}\0".encode())
         h.update(data)
     return h.hexdigest()[:32]
 
@@ -56,7 +58,8 @@ def compiler_sources() -> tuple[Path, ...]:
     """The package's own Python files that decide what a program is: everything below the engine."""
     folders = ("tasks", "scheduler", "builder", "models")
     single = [PACKAGE / f"{name}.py" for name in ("graph", "rope", "target", "parts", "operators")]
-    return tuple(sorted([p for f in folders for p in (PACKAGE / f).glob("*.py")] + single))
+    outside = [p for folder in read_settings().task_folders for p in folder.glob("*.py")]
+    return tuple(sorted([p for f in folders for p in (PACKAGE / f).glob("*.py")] + single + outside))
 
 
 def program_entry(folder: Path, parts: Sequence[object]) -> Path:

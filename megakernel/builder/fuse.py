@@ -8,11 +8,13 @@ over all heads of q and k, and adds of two stored tensors.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megakernel.errors import LoweringError
-from megakernel.graph import INPUT, LOGITS, Graph, Node, RopeSpec
+from megakernel.graph import LOGITS, Graph, Node, RopeSpec
+from megakernel.tasks.task import all_operators
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,19 @@ class FusedAttention:
     k_norm: Norm | None
 
 
-Fused = FusedEmbedding | FusedMatmul | FusedNorm | FusedAttention
+@dataclass(frozen=True)
+class FusedOperator:
+    """An operator that a task declares for itself."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    output: str
+    layer: int
+    attrs: Mapping[str, Any]
+
+
+Fused = FusedEmbedding | FusedMatmul | FusedNorm | FusedAttention | FusedOperator
 
 
 def fuse(graph: Graph) -> tuple[Fused, ...]:
@@ -120,7 +134,7 @@ class _Fuser:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.uses: dict[str, int] = {graph.output: 1}
+        self.uses: dict[str, int] = dict.fromkeys(graph.outputs, 1)
         for node in graph.nodes:
             for name in node.inputs:
                 self.uses[name] = self.uses.get(name, 0) + 1
@@ -128,19 +142,20 @@ class _Fuser:
         self.linears: dict[str, Node] = {}
         self.scales: dict[str, Node] = {}
         self.heads: dict[str, _Head] = {}
-        self.made: set[str] = {INPUT}
+        self.made: set[str] = {t.name for t in graph.inputs}
         self.out: list[Fused] = []
 
     def run(self) -> tuple[Fused, ...]:
         for node in self.graph.nodes:
-            step = getattr(self, f"_{node.op}", None)
+            step = self._operator if node.op in all_operators() else getattr(self, f"_{node.op}", None)
             if step is None:
                 raise LoweringError(f"node {node.name}: no task computes operator {node.op!r}")
             step(node)
         output = self.graph.output
         if output == LOGITS and output not in self.made:
             self._head(output)
-        self._store(output)
+        for name in self.graph.outputs:
+            self._store(name)
         left = [*self.linears, *self.heads]
         if left:
             raise LoweringError(f"no task computes {', '.join(left)}: it is not part of a pattern that is known")
@@ -161,7 +176,7 @@ class _Fuser:
         norm = Norm(gamma, float(node.attrs["eps"]), float(node.attrs["offset"]))
         group = node.attrs["group"]
         if group is not None and x in self.linears:
-            self.heads[node.output] = _Head(self._single(x), norm=norm)
+            self.heads[node.output] = _Head(self._single(x, node), norm=norm)
         elif group is None or group == self.graph.tensor(x).cols:
             self.norms[node.output] = (node, norm)
         else:
@@ -187,10 +202,10 @@ class _Fuser:
         self._head(node.inputs[0], softcap=float(node.attrs["limit"]))
 
     def _rope(self, node: Node) -> None:
-        self.heads[node.output] = replace(self._head_of(node.inputs[0]), rope=node.attrs["spec"])
+        self.heads[node.output] = replace(self._head_of(node.inputs[0], node), rope=node.attrs["spec"])
 
     def _attention(self, node: Node) -> None:
-        q, k, v = (self._head_of(n) for n in node.inputs)
+        q, k, v = (self._head_of(n, node) for n in node.inputs)
         if v.norm or v.rope or q.rope != k.rope:
             raise LoweringError(f"node {node.name}: v is normed or rotated, or q and k are rotated differently")
         linears = (q.linear, k.linear, v.linear)
@@ -218,15 +233,21 @@ class _Fuser:
         self._emit(FusedNorm(f"{node.name}.norm", f"{node.name}.projected", qkv, node.layer, (q.norm, k.norm), widths))
 
     def _glu(self, node: Node) -> None:
-        linears = tuple(self._single(n) for n in node.inputs)
+        linears = tuple(self._single(n, node) for n in node.inputs)
         if linears[0].inputs[0] != linears[1].inputs[0]:
             raise LoweringError(f"node {node.name}: gate and up come from different inputs")
         item = self._matmul(node.name, linears, node.output, node.layer)
         self._emit(replace(item, epilogue="glu", activation=str(node.attrs["activation"])))
 
     def _activation(self, node: Node) -> None:
-        item = self._matmul(node.name, (self._single(node.inputs[0]),), node.output, node.layer)
+        item = self._matmul(node.name, (self._single(node.inputs[0], node),), node.output, node.layer)
         self._emit(replace(item, epilogue="activate", activation=str(node.attrs["activation"])))
+
+    def _operator(self, node: Node) -> None:
+        for name in node.inputs:
+            if self.graph.tensor(name).kind == "activation":
+                self._store(name)
+        self._emit(FusedOperator(node.name, node.op, node.inputs, node.output, node.layer, node.attrs))
 
     def _add(self, node: Node) -> None:
         """The side that waits for its computation takes the other as its residual; the later one if both wait."""
@@ -286,22 +307,26 @@ class _Fuser:
         item = self._matmul(node.name, (node,), self.graph.output, -1)
         self._emit(replace(item, sampled=True, scale=scale, softcap=softcap))
 
-    def _head_of(self, name: str) -> _Head:
+    def _head_of(self, name: str, reader: Node) -> _Head:
         """What the attention knows of a q, k or v."""
         if name in self.heads:
             return self.heads.pop(name)
         if name in self.norms and self.norms[name][0].inputs[0] in self.linears and self.uses[name] == 1:
             node, norm = self.norms.pop(name)
             if norm.kind == "rms":
-                return _Head(self._single(node.inputs[0]), norm=norm, whole=True)
-        return _Head(self._single(name))
+                return _Head(self._single(node.inputs[0], reader), norm=norm, whole=True)
+        return _Head(self._single(name, reader))
 
-    def _single(self, name: str) -> Node:
+    def _single(self, name: str, reader: Node) -> Node:
         """The linear that makes `name`, taken out of the waiting ones; it must have no other reader."""
         if name not in self.linears:
-            raise LoweringError(f"{name!r} should come from a linear and does not; no task computes this pattern")
+            raise LoweringError(
+                f"node {reader.name}: {name!r} should come from a linear and does not; no task computes this pattern"
+            )
         if self.uses[name] != 1:
-            raise LoweringError(f"{name!r} is read by {self.uses[name]} nodes; a fused linear may have one reader")
+            raise LoweringError(
+                f"node {reader.name}: {name!r} is read by {self.uses[name]} nodes; a fused linear may have one reader"
+            )
         return self.linears.pop(name)
 
     def _matmul(self, name: str, linears: tuple[Node, ...], output: str, layer: int) -> FusedMatmul:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megakernel.builder.fuse import Fused, FusedAttention, FusedMatmul, FusedNorm
+from megakernel.builder.fuse import Fused, FusedAttention, FusedMatmul, FusedNorm, FusedOperator
 from megakernel.errors import LoweringError
 from megakernel.target import Target
 
@@ -60,9 +60,11 @@ def head_orders(fused: Sequence[Fused], target: Target) -> tuple[dict[str, HeadO
             outputs[item.output] = order
     for item in fused:
         plain = isinstance(item, FusedMatmul) and item.norm is None and item.residual not in outputs
-        if isinstance(item, FusedMatmul | FusedNorm) and item.input in outputs and not plain:
+        read = item.inputs if isinstance(item, FusedOperator) else (getattr(item, "input", ""),)
+        padded = [name for name in read if name in outputs]
+        if padded and not plain:
             raise LoweringError(
-                f"node {item.name}: head_dim {outputs[item.input].size} is no multiple of {target.head_multiple}, "
+                f"node {item.name}: head_dim {outputs[padded[0]].size} is no multiple of {target.head_multiple}, "
                 f"which {target.name} needs where anything but a product reads the heads"
             )
     return projected, outputs

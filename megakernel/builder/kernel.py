@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from megakernel.device.device import KernelSource
 from megakernel.target import Target
 from megakernel.tasks.record import c_header
-from megakernel.tasks.task import TaskNode, all_fields
+from megakernel.tasks.task import TASKS_FOLDER, TaskNode, all_fields, device_half
 
 ABI_HEADER = "megakernel_abi.h"
+LANGUAGE_MODEL = frozenset({"advance", "attention", "combine", "embedding", "matmul", "sample"})
+"""Tasks that every language model has: devices may have bodies of their own for them, so they are always declared."""
 
 
 def variants_of(nodes: Sequence[TaskNode]) -> tuple[str, ...]:
@@ -26,13 +28,16 @@ def kernel_source(
     nodes: Sequence[TaskNode], target: Target, *, chaos: bool = False, trace: bool = False
 ) -> KernelSource:
     """Source of the kernel that runs these nodes on this target."""
-    files = sorted({n.task.name for n in nodes})
+    halves = [device_half(task) for task in {n.task for n in nodes}]
+    outside = sorted(str(path) for path in halves if path.parent != TASKS_FOLDER)
+    files = sorted({path.stem for path in halves if path.parent == TASKS_FOLDER} | LANGUAGE_MODEL)
     variants = variants_of(nodes)
     lines = [
         "// Generated: a list of task variants. The algorithms are in the headers.",
         f'#include "{ABI_HEADER}"',
         f'#include "megakernel/device/{target.backend}.h"',
         *(f'#include "megakernel/tasks/{name}.cuh"' for name in files),
+        *(f'#include "{path}"' for path in outside),
         '#include "megakernel/scheduler/pipeline.cuh"',
         "",
         "namespace megakernel::tasks {",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megakernel.builder.fuse import FusedAttention, FusedEmbedding, FusedMatmul, FusedNorm, Norm, fuse
+from megakernel.builder.fuse import FusedAttention, FusedEmbedding, FusedMatmul, FusedNorm, FusedOperator, Norm, fuse
 from megakernel.builder.heads import HeadOrder, head_orders
 from megakernel.builder.layout import weight_layout
 from megakernel.builder.memory import TensorSize
@@ -15,9 +15,9 @@ from megakernel.builder.program import PackedWeight, WeightPart
 from megakernel.errors import LoweringError
 from megakernel.graph import LOGITS, Graph, RopeSpec, Tensor
 from megakernel.target import Target
-from megakernel.tasks import advance, attention, combine, embedding, hidden, matmul, norm, sample
+from megakernel.tasks import advance, attention, combine, embedding, hidden, input, matmul, norm, output, sample
 from megakernel.tasks.record import SAMPLE_RESULT
-from megakernel.tasks.task import DType, TaskNode
+from megakernel.tasks.task import DType, TaskNode, all_operators
 
 UNIT_BYTES = 16 << 10  # of one KV page and head where pages travel through a ring
 ALIGN = 256
@@ -94,6 +94,7 @@ class _Lowering:
     outputs: dict[str, HeadOrder] = field(default_factory=dict)  # of padded outputs of attentions
 
     def run(self) -> Lowered:
+        self._inputs()
         fused = fuse(self.graph)
         self.heads, self.outputs = head_orders(fused, self.target)
         for item in fused:
@@ -103,12 +104,17 @@ class _Lowering:
                 self._matmul(item)
             elif isinstance(item, FusedNorm):
                 self._norm(item)
+            elif isinstance(item, FusedOperator):
+                lower_it = all_operators()[item.op].lower
+                self.nodes.append(lower_it(item.name, item.inputs, item.output, item.attrs, _Place(self)))
             else:
                 self._attention(item)
             if isinstance(item, FusedMatmul) and item.output == LOGITS and self.limits.hidden:
                 self._hidden(item)
         if self.graph.output == LOGITS:
             self._sampling()
+        else:
+            self._outputs()
         kv_heads, head_dim = self.kv or (1, 8)
         pages = page_tokens(self.target, head_dim, self.limits.kv_dtype)
         streamed = sum(n.task.cost(n, 0, n.tiles, 0).stream_bytes for n in self.nodes if "weight" in n.weights)
@@ -120,6 +126,29 @@ class _Lowering:
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ nodes
+    def _inputs(self) -> None:
+        width, column = sum(t.cols for t in self.graph.inputs), 0
+        for t in self.graph.inputs:
+            self._tensor(t.name, t.cols)
+            self.nodes.append(input.node(t.name, cols=t.cols, output=t.name, width=width, column=column))
+            column += t.cols
+
+    def _outputs(self) -> None:
+        """Rows instead of tokens: the end of a sequence is a token of no meaning."""
+        self.tensors["sample.result"] = TensorSize(self.limits.max_rows, SAMPLE_RESULT.size, "u8")
+        for name in self.graph.outputs:
+            if name in self.outputs:
+                raise LoweringError(f"node {name}: its heads are padded on {self.target.name}, and it is an output")
+        widths = [self.tensors[name].cols for name in self.graph.outputs]
+        for i, name in enumerate(self.graph.outputs):
+            self.nodes.append(
+                output.node(
+                    f"output.{i}", cols=widths[i], input=name, width=sum(widths), column=sum(widths[:i]),
+                    result=None if i else "sample.result",
+                )
+            )  # fmt: skip
+        self.nodes.append(advance.node("advance", result="sample.result"))
+
     def _embedding(self, item: FusedEmbedding) -> None:
         table = self.graph.tensor(item.table)
         cols = table.cols
@@ -259,15 +288,20 @@ class _Lowering:
         return -(-self.limits.max_context // self._piece(pages, head_dim))
 
     def _weight(
-        self, name: str, kind: str, n: int, k: int, parts: tuple[Tensor, ...], size: int | None = None,
+        self, name: str, kind: str, n: int, k: int, parts: tuple[Tensor | int, ...], size: int | None = None,
         add: float = 0.0, rope: int = -1, order: HeadOrder | None = None, inner: HeadOrder | None = None,
         scale: float = 1.0,
     ) -> str:  # fmt: skip
-        """`order`: of the rows, which are those of q, k and v, or the elements of a norm; `inner`: of the columns."""
+        """`order`: of the rows, which are those of q, k and v, or the elements of a norm; `inner`: of the columns. A
+        number among the parts is so many zeros."""
         if size is None:
             size = n * max(k, 1) * (self.limits.dtype.bytes if kind == "table" else 4)
         values = replace(order, half=0) if order else None  # the third part, which is not rotated
-        sources = tuple(p for i, t in enumerate(parts) for p in _parts(t, order if i < 2 else values))
+        sources = tuple(
+            p
+            for i, t in enumerate(parts)
+            for p in (_zeros(t, order) if isinstance(t, int) else _parts(t, order if i < 2 else values))
+        )
         cols = (inner.size, inner.padded) if inner else (0, 0)
         self.weights.append(PackedWeight(name, kind, self.at, size, n, k, sources, add, rope, scale, *cols))
         self.at += -(-size // ALIGN) * ALIGN
@@ -289,12 +323,12 @@ class _Lowering:
     def _bias(self, item: FusedMatmul, parts: tuple[Tensor, ...], padded: int, glu: bool) -> str | None:
         if not item.biases:
             return None
-        if any(not b for b in item.biases):
-            raise LoweringError(f"node {item.name}: some of its linears have a bias and some have none")
-        vectors = tuple(self.graph.tensor(b) for b in item.biases)
         tile = self.target.tile_n if glu else 0
-        cols, order = sum(v.cols for v in vectors), self.heads.get(item.output)
+        cols, order = sum(map(_rows, parts)), self.heads.get(item.output)
         cols = order.cols(cols) if order else cols
+        vectors = tuple(  # zeros for a linear that has none
+            self.graph.tensor(bias) if bias else _rows(part) for bias, part in zip(item.biases, parts)
+        )
         return self._weight(f"{item.name}.bias", "vector", cols, tile, vectors, padded * 4, order=order)
 
     def _tables(self, rope: RopeSpec | None) -> tuple[str | None, str | None]:
@@ -309,6 +343,31 @@ class _Lowering:
                 )
         index = self.ropes.index(rope)
         return f"rope.{index}.cos", f"rope.{index}.sin"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """`Place` of megakernel.tasks.task."""
+
+    lowering: _Lowering
+
+    def tensor(self, name: str, cols: int) -> str:
+        self.lowering._tensor(name, cols)
+        return name
+
+    def cols(self, name: str) -> int:
+        return self.lowering.graph.tensor(name).cols
+
+    def vector(self, name: str, weight: str) -> str:
+        tensor = self.lowering.graph.tensor(weight)
+        return self.lowering._weight(name, "vector", tensor.cols, 0, (tensor,))
+
+    def tile(self, cols: int) -> int:
+        return norm_tile(self.lowering.target, cols)
+
+
+def _zeros(count: int, order: HeadOrder | None) -> tuple[WeightPart]:
+    return (WeightPart("", 0, order.cols(count) if order else count),)
 
 
 def _rows(tensor: Tensor) -> int:

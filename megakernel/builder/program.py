@@ -27,6 +27,7 @@ class WeightPart:
 
     head: the rows come in heads of so many, each of which takes `padded` rows, the last of them zero. half: rows `i`
     and `i + half` of a head are put side by side, i < half. 0: as they are stored.
+    A part of a vector that names no tensor is zeros.
     """
 
     tensor: str
@@ -145,8 +146,9 @@ class Manifest:
     trace: bool = False
     workspace_copies: int = 1  # 2: even and odd steps have their own
     keeps_tensors: bool = False  # no two tensors of a step share memory
-    input_cols: int = 0  # of an embedding that a prompt may have instead of a token; 0: it may not
+    input_cols: int = 0  # floats of a row that the host may give in place of a token; 0: it may not
     hidden_cols: int = 0  # of what the head reads, when it goes out to the host
+    output_cols: int = 0  # floats of a row to the host; 0 for a program that gives tokens
 
     def tensor(self, name: str) -> WorkspaceTensor:
         for t in self.tensors:

@@ -66,6 +66,8 @@ def _vector(weight: PackedWeight, target: Target, read: Read) -> Array:
 
 
 def _elements(part: WeightPart, read: Read) -> Array:
+    if not part.tensor:
+        return np.zeros(part.stop - part.start, np.float32)
     data = _finite(part.tensor, read(part.tensor, "f32", _rows(part.start, part.stop)).reshape(-1))
     return _spread(data, part.source_rows(0, part.rows(data.size))) if part.head else data
 

@@ -25,12 +25,15 @@ BENIGN_SUFFIXES = (
     "rotary_emb.sin_cached",
     "self_attn.masked_bias",
     "attn.masked_bias",
+    "attention.masked_bias",
+    ".attn.bias",
+    ".attention.bias",
     "position_ids",
 )
 """Tensors that some savers wrote although they are computed from the configuration; they may stay unused."""
 
-TIED_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
+TIED_HEADS = ("lm_head.weight", "embed_out.weight")
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
 
 
 class Checkpoint:
@@ -181,17 +184,21 @@ class Checkpoint:
             )
         return first, last
 
+    def _ties(self) -> bool:
+        """Whether the head is the embedding; GPT-2's is when its config does not say."""
+        return bool(self.config.get("tie_word_embeddings", self.config.get("model_type") == "gpt2"))
+
     def _is_tied(self, name: str) -> bool:
         """True when `name` is the output head and the same numbers as the embedding that it is tied to."""
-        if name != TIED_HEAD or not self.config.get("tie_word_embeddings") or EMBEDDING not in self._tensors:
+        table = next((name for name in EMBEDDINGS if name in self._tensors), None)
+        if name not in TIED_HEADS or table is None or not self._ties():
             return False
-        if self.shape(name) != self.shape(EMBEDDING):
+        if self.shape(name) != self.shape(table):
             return False
         step = max(1, (1 << 20) // max(1, self._tensors[name].cols))
         spans = [slice(at, min(at + step, self.shape(name)[0])) for at in range(0, self.shape(name)[0], step)]
         return all(
-            np.array_equal(self.read(name, rows=span), self.read(EMBEDDING, rows=span), equal_nan=True)
-            for span in spans
+            np.array_equal(self.read(name, rows=span), self.read(table, rows=span), equal_nan=True) for span in spans
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.checkpoint.checkpoint import EMBEDDING, Checkpoint
+from megakernel.checkpoint.checkpoint import Checkpoint
 from megakernel.checkpoint.generation import GenerationDefaults, generation_defaults
 from megakernel.checkpoint.gguf_header import GgufHeader, GgufTensor, read_header
 from megakernel.checkpoint.gguf_names import (
@@ -182,8 +182,9 @@ def _head_rows(metadata: dict[str, Any], arch: str, name: str, shape: tuple[int,
 
 def _vocab_size(metadata: dict[str, Any], arch: str, tensors: dict[str, StoredTensor]) -> int:
     """Rows of the embedding; without one, what the metadata says."""
-    if EMBEDDING in tensors:
-        return tensors[EMBEDDING].shape[0]
+    table = f"{family_of(arch).top['token_embd']}.weight"
+    if table in tensors:
+        return tensors[table].shape[0]
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
     return int(metadata.get(f"{arch}.vocab_size", len(tokens)))
 

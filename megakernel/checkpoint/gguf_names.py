@@ -20,6 +20,7 @@ _ATTENTION = {
     "attn_k_norm": "self_attn.k_norm",
 }
 _MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_QUERIES = ("self_attn.q_proj", "attention.query_key_value")
 _EXPERTS = {"ffn_gate_inp": "mlp.gate"}
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _LLAMA = {**_NORM, **_ATTENTION, **_MLP}
@@ -27,6 +28,24 @@ _GEMMA = {**_LLAMA, **_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _STARCODER2 = {**_NORM, **_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GPT2 = {
+    "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+}  # fmt: skip
+_GPT2_TOP = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}  # fmt: skip
+_GPT_NEOX = {
+    **_NORM, "attn_qkv": "attention.query_key_value", "attn_output": "attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h",
+}  # fmt: skip
+_GPT_NEOX_TOP = {
+    "token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out",
+}  # fmt: skip
+
+PLAIN_ROWS = "_plain_rows"
+"""Config key, true when a family's fused or transposed matrices are stored as plain rows: all q, all k, all v."""
 
 SPLIT_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Tensors [experts, rows, cols] that Hugging Face keeps as one matrix per expert."""
@@ -41,6 +60,8 @@ class Family:
 
     interleaved: q and k rows are stored for interleaved rotary embedding. norm_offset: what the converter added to
     norm weights. keys: config.json's names of metadata that no other family has. without: keys that its config has not.
+    layer, top: prefix of a layer's names, and the names outside of the layers. renamed: keys that its config has under
+    another name. plain_rows: see PLAIN_ROWS.
     """
 
     architecture: str
@@ -51,8 +72,17 @@ class Family:
     norm_offset: float = 0.0
     keys: Mapping[str, str] = field(default_factory=dict)
     without: frozenset[str] = frozenset()
+    layer: str = "model.layers"
+    top: Mapping[str, str] = field(default_factory=lambda: _TOP)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    plain_rows: bool = False
 
 
+_GPT2_KEYS = {
+    "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head", "max_position_embeddings": "n_positions", "layer_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}  # fmt: skip
 _GRANITE_KEYS = {
     "embedding_multiplier": "embedding_scale", "attention_multiplier": "attention.scale",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
@@ -78,7 +108,16 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", {**_LLAMA, **_POST_NORMS}),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", _GEMMA, "gelu_pytorch_tanh", norm_offset=1.0),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", _GEMMA, "gelu_pytorch_tanh", norm_offset=1.0),
-}
+    "gpt2": Family(
+        "GPT2LMHeadModel", "gpt2", _GPT2, "gelu_new", without=_BIASES | {"num_key_value_heads", "head_dim"},
+        layer="transformer.h", top=_GPT2_TOP, renamed=_GPT2_KEYS, plain_rows=True,
+    ),
+    "gptneox": Family(
+        "GPTNeoXForCausalLM", "gpt_neox", _GPT_NEOX, "gelu", keys={"use_parallel_residual": "use_parallel_residual"},
+        without=frozenset({"mlp_bias", "num_key_value_heads", "head_dim"}), layer="gpt_neox.layers", top=_GPT_NEOX_TOP,
+        plain_rows=True,
+    ),
+}  # fmt: skip
 
 
 def family_of(arch: str) -> Family:
@@ -92,12 +131,13 @@ def hugging_face_name(arch: str, name: str, blocks: int) -> str:
     A name that nothing translates stays as it is, so that an error can show it.
     """
     stem, _, kind = name.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     family = FAMILIES.get(arch)
+    top = family.top if family else _TOP
+    if stem in top:
+        return f"{top[stem]}.{kind}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
     if match and family and match[2] in family.blocks:
-        return f"model.layers.{match[1]}.{family.blocks[match[2]]}.{kind}"
+        return f"{family.layer}.{match[1]}.{family.blocks[match[2]]}.{kind}"
     return name if family else _from_package(arch, stem, kind, blocks) or name
 
 
@@ -154,8 +194,8 @@ def translate_config(
         "moe_intermediate_size": get("expert_feed_forward_length"),
         "attn_logit_softcapping": get("attn_logit_softcapping"),
         "final_logit_softcapping": get("final_logit_softcapping"),
-        "tie_word_embeddings": "lm_head.weight" not in names,
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
+        "tie_word_embeddings": f"{family.top['output']}.weight" not in names,
+        "attention_bias": bool({f"{family.layer}.0.{name}.bias" for name in _QUERIES} & names),
         "mlp_bias": "model.layers.0.mlp.down_proj.bias" in names,
         "rope_parameters": _rope(get, factors, heads, hidden),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -169,7 +209,9 @@ def translate_config(
     if arch in ("gemma2", "gemma3"):
         config["query_pre_attn_scalar"] = _score_divisor(arch, config)
     config.update({ours: get(theirs) for ours, theirs in family.keys.items()})
-    return {key: value for key, value in config.items() if value is not None and key not in family.without}
+    kept = {key: value for key, value in config.items() if value is not None and key not in family.without}
+    plain = {PLAIN_ROWS: True} if family.plain_rows else {}
+    return {**{family.renamed.get(key, key): value for key, value in kept.items()}, **plain}
 
 
 def _score_divisor(arch: str, config: Mapping[str, Any]) -> Any:

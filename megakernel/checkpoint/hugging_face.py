@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from megakernel.checkpoint.chat import ChatTemplate
-from megakernel.checkpoint.checkpoint import BENIGN_SUFFIXES, Checkpoint
+from megakernel.checkpoint.checkpoint import BENIGN_SUFFIXES, TIED_HEADS, Checkpoint
 from megakernel.checkpoint.config import normalise_rope, read_object
 from megakernel.checkpoint.generation import generation_defaults, token_ids
 from megakernel.checkpoint.mapped import MappedFile
@@ -22,6 +23,8 @@ from megakernel.checkpoint.tokenizer import Tokenizer, load_raw_tokenizer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+INNER = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
+"""model_type -> the prefix of everything but the head."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -51,7 +54,7 @@ def open_folder(folder: Path) -> Checkpoint:
     generation = generation_defaults(folder, _optional(folder / "generation_config.json"), config, eos)
     files: list[MappedFile] = []
     try:
-        tensors = _tensors(folder, files)
+        tensors = _headed(_tensors(folder, files), str(config.get("model_type")))
     except BaseException:
         for file in files:
             file.close()
@@ -136,6 +139,15 @@ def _tensors(folder: Path, files: list[MappedFile]) -> dict[str, StoredTensor]:
     if placed is not None:
         _check_index(index, placed, tensors)
     return tensors
+
+
+def _headed(tensors: dict[str, StoredTensor], model_type: str) -> dict[str, StoredTensor]:
+    """Names as of the model with its head: some files were written of the model inside, whose names lack a prefix."""
+    prefix = INNER.get(model_type)
+    if prefix is None or any(name.startswith(prefix) for name in tensors):
+        return tensors
+    named = {name: name if name in TIED_HEADS else prefix + name for name in tensors}
+    return {named[name]: replace(tensor, name=named[name]) for name, tensor in tensors.items()}
 
 
 def _check_index(index: Path, placed: dict[str, str], tensors: dict[str, StoredTensor]) -> None:

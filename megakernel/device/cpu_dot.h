@@ -1,7 +1,8 @@
 // dot_tile on a CPU: columns of the tile are vector elements, so no sum ever crosses elements.
 //
-// A tile of k x n: float32 [k][n]; 16-bit types [k / 2][n][2], pairs of c side by side, k even. Each output is one
-// chain of multiply-adds with c ascending. How many rows and columns share a pass changes speed only.
+// A tile of k x n: float32 [k][n]; 16-bit types [k / 2][n][2], pairs of c side by side, k even. Each output is a sum of
+// chains of kChain multiply-adds, c ascending in each and from chain to chain: one long chain would round more often on
+// its way than the sums of others do. How many rows and columns share a pass changes speed only.
 #pragma once
 #include "megakernel/device/cpu_vector.h"
 
@@ -21,18 +22,18 @@ constexpr int kWide = 8;
 template <DType kType>
 constexpr int kPrefetchBytes = kType == DType::kF32 ? 0 : 1024;
 
-// kRows x (kColumns vectors) outputs. kFirst: the weights come from memory, not from a pass before.
+constexpr uint32_t kChain = 128;  // multiply-adds
+
+// One chain of kRows x (kColumns vectors) outputs, columns [c, end). kFirst: the weights come from memory, not from a pass
+// before.
 template <DType kType, int kN, int kLanes, int kRows, int kColumns, bool kFirst>
-MK_INLINE void dot_block(float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const char* tile, uint32_t k,
-                         bool accumulate) {
+MK_INLINE const char* dot_chain(float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const char* tile, uint32_t c,
+                                uint32_t end, bool accumulate) {
   using F = Vector<float, kLanes>;
   using I = Vector<int32_t, kLanes>;
-  F acc[kRows][kColumns];
-  for (int r = 0; r < kRows; ++r) {
-    for (int j = 0; j < kColumns; ++j) acc[r][j] = accumulate ? load_whole<F>(out + r * ld_out + j * kLanes) : F{};
-  }
+  F acc[kRows][kColumns] = {};
   constexpr uint32_t kStep = kType == DType::kF32 ? 1 : 2;
-  for (uint32_t c = 0; c < k; c += kStep, tile += kN * 4) {
+  for (; c < end; c += kStep, tile += kN * 4) {
     if constexpr (kFirst && kPrefetchBytes<kType> > 0) {
       const char* ahead = tile + kPrefetchBytes<kType>;
       for (int line = 0; line < kColumns * kLanes * 4; line += 64) __builtin_prefetch(ahead + line);
@@ -50,7 +51,22 @@ MK_INLINE void dot_block(float* out, uint32_t ld_out, const float* x, uint32_t l
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int j = 0; j < kColumns; ++j) __builtin_memcpy(out + r * ld_out + j * kLanes, &acc[r][j], sizeof(F));
+    for (int j = 0; j < kColumns; ++j) {
+      float* to = out + r * ld_out + j * kLanes;
+      if (accumulate) acc[r][j] += load_whole<F>(to);
+      __builtin_memcpy(to, &acc[r][j], sizeof(F));
+    }
+  }
+  return tile;
+}
+
+// All chains of those outputs.
+template <DType kType, int kN, int kLanes, int kRows, int kColumns, bool kFirst>
+MK_INLINE void dot_block(float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const char* tile, uint32_t k,
+                         bool accumulate) {
+  for (uint32_t c = 0; c < k; c += kChain) {
+    const uint32_t end = k - c < kChain ? k : c + kChain;
+    tile = dot_chain<kType, kN, kLanes, kRows, kColumns, kFirst>(out, ld_out, x, ld_x, tile, c, end, accumulate || c);
   }
 }
 

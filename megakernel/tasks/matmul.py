@@ -7,8 +7,9 @@
     activate:  output = act(y)
     glu:       output[r, i] = act(gate[r, i]) * up[r, i]; rows of the weights alternate, half a tile of gate, half of up
 
-Activations are float32 [rows, cols], sums are float32 with c ascending in one chain for each output; weights are
-converted to float32 exactly. With `sampled`, row s of the output is row `sample_row[s]` of the step.
+Activations are float32 [rows, cols], sums are float32 in an order that k alone decides (on a processor chains of 128
+columns, added in order); weights are converted to float32 exactly. With `sampled`, row s of the output is row
+`sample_row[s]` of the step.
 """
 
 from __future__ import annotations

@@ -488,6 +488,7 @@ ARGS = Struct(
         Field("drop_signal", "u32", doc="counter whose next signal is lost; used only by a build with chaos on"),
         Field("inputs", "u64", doc="address of float[max_slots][max_context][cols], host-visible: rows of ids below 0"),
         Field("hidden", "u64", doc="address of float[max_slots][max_context][cols], host-visible; written by `hidden`"),
+        Field("outputs", "u64", doc="address of float[max_slots][max_context][...], host-visible; 0: tokens only"),
     ),
     pad_to=256,
     doc="Everything the kernel is given. Addresses are the device's.",

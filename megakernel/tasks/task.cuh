@@ -12,8 +12,8 @@
 //   to_float(DType tag, bits), element<DType>(p, i)                  one stored element as float
 //   put<DType>(p, i, float)                                          rounded to nearest even and stored
 //   dot_tile<DType, n>(worker, out, ld_out, x, ld_x, tile, rows, k, accumulate)
-//                          out[r, j] (+)= sum over c of x[r, c] * tile(c, j), c ascending in one chain for each output,
-//                          whatever `rows` is. `tile` is in the order that tile_index describes
+//                          out[r, j] (+)= sum over c of x[r, c] * tile(c, j), c ascending and in an order that does
+//                          not depend on `rows`. `tile` is in the order that tile_index describes
 //   tile_index<DType, n>(c, j)                                       where element (c, j) of such a tile is
 //   load_acquire, store_release, add_release, fetch_add, ...         between workers; *_system with the host
 //

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import enum
 import importlib
+import importlib.util
 import pkgutil
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import Any, ClassVar, Protocol
 
 from megakernel.errors import LoweringError
+from megakernel.settings import read_settings
 from megakernel.tasks.record import Struct
 
 TASKS_FOLDER = Path(__file__).parent
@@ -152,28 +156,112 @@ class Task(ABC):
         return False
 
 
+class Place(Protocol):
+    """What a task's own operator may ask of the builder."""
+
+    def tensor(self, name: str, cols: int) -> str:
+        """A workspace tensor f32 [rows, cols] of that name."""
+        ...
+
+    def cols(self, name: str) -> int:
+        """Columns of a workspace tensor, or elements of a weight vector."""
+        ...
+
+    def vector(self, name: str, weight: str) -> str:
+        """A weight vector of the graph, packed as f32 under a name of its own."""
+        ...
+
+    def tile(self, cols: int) -> int:
+        """Columns of a tile, so that the workers get even shares."""
+        ...
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A graph operator that one task computes, declared beside the task as `OPERATOR`.
+
+    name: as in the graph, and of the torch custom operator that captures as it. columns(inputs, attrs): columns of the
+    output from the inputs' shapes; raises GraphError. interpret(torch, inputs, attrs): the formula on float32 tensors.
+    lower(name, inputs, output, attrs, place): the task node. demo(builder, cols, fused): a graph's output with the
+    operator, or with others in its place: the two are compared and timed against each other by `python -m bench.task`.
+    """
+
+    name: str
+    columns: Callable[[Sequence[Any], Mapping[str, Any]], int]
+    interpret: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+    lower: Callable[[str, Sequence[str], str, Mapping[str, Any], Place], TaskNode]
+    demo: Callable[[Any, int, bool], str]
+
+
+def task_folders() -> tuple[Path, ...]:
+    """Where tasks are looked for: the package's folder and those of MEGAKERNEL_TASKS."""
+    return (TASKS_FOLDER, *read_settings().task_folders)
+
+
+def _modules(folder: Path) -> Iterator[ModuleType]:
+    for info in pkgutil.iter_modules([str(folder)]):
+        if folder == TASKS_FOLDER:
+            if info.name not in ("record", "task"):
+                yield importlib.import_module(f"megakernel.tasks.{info.name}")
+        elif (folder / f"{info.name}.cuh").exists():
+            yield _of_file(folder / f"{info.name}.py")
+
+
+def _of_file(path: Path) -> ModuleType:
+    name = f"megakernel_task_{path.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _tasks_of(module: ModuleType) -> list[type[Task]]:
+    return [
+        v for v in vars(module).values()
+        if issubclass(type(v), type)  # `Array = NDArray[Any]` says that it is a type in Python 3.10
+        and issubclass(v, Task) and v is not Task and v.__module__ == module.__name__
+    ]  # fmt: skip
+
+
 @lru_cache(maxsize=1)
 def all_tasks() -> dict[str, type[Task]]:
-    """Every task of this folder by name. Raises LoweringError for a half that has no other half."""
+    """Every task by name. Raises LoweringError for a half that has no other half, and for a name that comes twice."""
     found: dict[str, type[Task]] = {}
-    for info in pkgutil.iter_modules([str(TASKS_FOLDER)]):
-        if info.name in ("record", "task"):
-            continue
-        module = importlib.import_module(f"megakernel.tasks.{info.name}")
-        own = [
-            v for v in vars(module).values()
-            if issubclass(type(v), type)  # `Array = NDArray[Any]` says that it is a type in Python 3.10
-            and issubclass(v, Task) and v is not Task and v.__module__ == module.__name__
-        ]  # fmt: skip
-        for task in own:
-            found[task.name] = task
-        if own and not (TASKS_FOLDER / f"{info.name}.cuh").exists():
-            raise LoweringError(f"tasks/{info.name}.py has no device half tasks/{info.name}.cuh")
-    stems = {Path(importlib.import_module(t.__module__).__file__ or "").stem for t in found.values()}
-    for half in TASKS_FOLDER.glob("*.cuh"):
-        if half.stem != "task" and half.stem not in stems:
-            raise LoweringError(f"tasks/{half.stem}.cuh has no Python half tasks/{half.stem}.py")
+    for folder in task_folders():
+        stems = set()
+        for module in _modules(folder):
+            path = Path(module.__file__ or "")
+            for task in _tasks_of(module):
+                if task.name in found:
+                    raise LoweringError(f"{path}: there is a task {task.name!r} already; give it another name")
+                found[task.name] = task
+                stems.add(path.stem)
+                if not path.with_suffix(".cuh").exists():
+                    raise LoweringError(f"{path} has no device half {path.stem}.cuh")
+        for half in folder.glob("*.cuh"):
+            if half.stem != "task" and half.stem not in stems:
+                raise LoweringError(f"{half} has no Python half {half.stem}.py")
     return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=1)
+def all_operators() -> dict[str, Operator]:
+    """The operators that tasks declare for themselves, by name."""
+    modules = {task.__module__: sys.modules[task.__module__] for task in all_tasks().values()}
+    own = [m.OPERATOR for m in modules.values() if isinstance(getattr(m, "OPERATOR", None), Operator)]
+    return {operator.name: operator for operator in own}
+
+
+def device_half(task: type[Task]) -> Path:
+    """The file that computes a task."""
+    return Path(sys.modules[task.__module__].__file__ or "").with_suffix(".cuh")
 
 
 def all_fields() -> tuple[Struct, ...]:

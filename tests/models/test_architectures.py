@@ -135,3 +135,21 @@ def test_random_weights_keep_activations_sane() -> None:
     assert abs(weights("model.layers.0.self_attn.q_proj.bias")).max() < 0.3
     logits = graph.interpret(weights, list(range(0, 1000, 50)))["logits"]
     assert 0.3 < float(logits.std()) < 3
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Gemma2", "Gemma3", "Olmo2", "Granite", "Phi3", "Starcoder2",
+     "GPTNeoX"],
+)  # fmt: skip
+def test_a_config_without_rope_has_transformers_defaults(family: str) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tests.models.families import Case
+
+    known = family in ("Llama", "Mistral", "Qwen3", "Gemma2", "Gemma3")
+    drop = () if known else ("head_dim", "num_key_value_heads") if family == "GPTNeoX" else ("head_dim",)
+    config = Case("defaults", family, "", {"hidden_size": 96}, drop).config().to_dict()
+    full = {**config, "architectures": [f"{family}ForCausalLM"]}
+    bare = {key: value for key, value in full.items() if "rope" not in key}
+    assert find_model(bare).build(bare) == find_model(full).build(full)

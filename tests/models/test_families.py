@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megakernel import LLM, SamplingParams
 from megakernel.architectures import find_model, parameter_shapes, random_weights
+from megakernel.errors import CheckpointError
+from megakernel.origin import open_origin
 from tests.models.conftest import Subject
 from tests.models.families import CASES, DECODED, LIMIT, PROMPT, find, reference, relative_error
 from tests.models.quick import Kernel
@@ -80,6 +84,24 @@ def test_a_checkpoint_generates_the_likeliest_tokens(subject: Find, opened: Open
     ends = (0, 15, PROMPT - 1, 99)
     outputs = opened(s.path).generate([s.ids[: n + 1] for n in ends], SamplingParams(max_tokens=1))
     assert [o.token_ids[0] for o in outputs] == [int(np.argmax(s.expected[n])) for n in ends]
+
+
+def test_a_gpt2_folder_of_the_model_without_its_head(subject: Find, tmp_path: Path) -> None:
+    """Names without "transformer.", the masks of old savers, and a head that is the embedding."""
+    s = subject("gpt2")
+    inner = {name.removeprefix("transformer."): data for name, data in s.weights.items()}
+    assert "wte.weight" in inner
+    masks = {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 512, 512), np.float32)) for i in range(3)}
+    (tmp_path / "config.json").write_text(json.dumps(dict(s.config)))
+    save_file({**inner, **masks, "lm_head.weight": inner["wte.weight"].copy()}, tmp_path / "model.safetensors")
+    origin = open_origin(tmp_path, cache=tmp_path)
+    graph = find_model(origin.config).build(origin.config)
+    got = graph.interpret(lambda name: origin.read(name, "f32", slice(None)), s.ids)["logits"].numpy()
+    origin.close()
+    assert relative_error(got, s.expected) <= LIMIT
+    save_file({**inner, "lm_head.weight": inner["wte.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 left over: lm_head.weight"):
+        open_origin(tmp_path, cache=tmp_path)
 
 
 def test_longrope_takes_the_table_of_its_context(subject: Find) -> None:

@@ -15,7 +15,7 @@ from megakernel.checkpoint import open_checkpoint
 from megakernel.origin import open_origin
 from tests.models.conftest import Subject, make
 from tests.models.families import LIMIT, LLAMA3, Case, find, relative_error
-from tests.models.gguf_writer import write_gguf
+from tests.models.gguf_writer import plain_rows, write_gguf
 
 pytest.importorskip("gguf")
 
@@ -42,6 +42,9 @@ CASES: dict[str, tuple[str, Case]] = {
     "phi4_mini": ("phi3", find("phi4_mini")),
     "granite": ("granite", find("granite")),
     "starcoder2": ("starcoder2", changed("starcoder2", sliding_window=None)),
+    "gpt2": ("gpt2", find("gpt2")),
+    "gpt_neox": ("gptneox", find("gpt_neox")),
+    "gpt_neox_serial": ("gptneox", find("gpt_neox_serial")),
 }  # fmt: skip
 """Name -> GGUF's architecture and the model."""
 
@@ -65,7 +68,9 @@ def test_a_gguf_file_is_the_same_model(written: Callable[[str], tuple[Subject, P
         graph = find_model(checkpoint.config).build(checkpoint.config)
         assert set(checkpoint.names()) == set(subject.weights)
         read = {tensor: checkpoint.read(tensor) for tensor in checkpoint.names()}
+    heads = subject.full.get("num_attention_heads", 1)
     for tensor, data in subject.weights.items():
+        data = plain_rows(CASES[name][0], tensor, data, heads)
         np.testing.assert_allclose(read[tensor], data, atol=2e-7, rtol=0)
     open_origin(path, cache=path.parent).close()  # every tensor is used
     got = graph.interpret(read.__getitem__, subject.ids)["logits"].numpy()

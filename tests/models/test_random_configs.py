@@ -26,6 +26,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 CONTEXT = 128
+TIMES = 4  # of transformers' own distance to float64, see `compare`
 PAGE = 32
 
 SHAPES = ((1, 3, 40), (2, 2, 64), (3, 1, 256), (5, 1, 32), (6, 2, 48), (7, 1, 96), (8, 1, 128), (16, 1, 32))
@@ -159,8 +160,12 @@ def cases(draw: Draw) -> tuple[Case, int]:
 def compare(case: Case, prompt: int) -> tuple[float, float]:
     """Relative error of the kernel's logits and its limit: a prompt in chunks, then tokens one by one.
 
-    A model that makes more of float32's rounding than most is compared with float64: the error may then be four times
-    what transformers' own float32 has, since a sum is one chain here and many short ones there.
+    Some models make so much of rounding (scores far from 0, so that the softmax is nearly a choice; residuals and
+    multipliers above 1, layer over layer) that transformers' own float32 is further than the limit from float64. There
+    the distance to float64 counts, and it may be a few times that of transformers: both add the same numbers in
+    different orders, so the two distances are two draws from one spread, and a single config tells little of it. What
+    was systematic is gone: sums over columns were one chain and had twice the distance of torch's sums, as chains of
+    128 they have the same one (six worst of 369 configs: 0.8 to 1.1 of transformers', one 2.8).
     """
     model = case.model()
     count = min(CONTEXT - 1, prompt + 5)
@@ -173,7 +178,7 @@ def compare(case: Case, prompt: int) -> tuple[float, float]:
     if error <= LIMIT:
         return error, LIMIT
     exact = reference_float64(case.model(), ids)[prompt - 1 :]
-    return relative_error(got, exact), max(LIMIT, 4 * relative_error(expected, exact))
+    return relative_error(got, exact), max(LIMIT, TIMES * relative_error(expected, exact))
 
 
 def reference_float64(model: Any, ids: list[int]) -> np.ndarray:

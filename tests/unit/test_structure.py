@@ -16,11 +16,12 @@ LAYERS: dict[str, int] = {
     "errors": 0, "settings": 0, "target": 0, "parts": 0,
     "tasks": 1, "show": 1,
     "checkpoint": 2, "graph": 2, "interpret": 2, "operators": 2, "rope": 2, "models": 2, "architectures": 2,
+    "capture": 3,
     "scheduler": 2, "device": 2, "devices": 3, "model_table": 3, "origin": 3, "text": 3,
     "builder": 4,
     "faults": 5, "runtime": 5, "kv_cache": 5, "sampling": 5, "request": 5,
     "engine": 6, "opening": 6, "probe": 6, "timeline": 6,
-    "output": 7, "llm": 8, "bench": 9, "device_report": 10, "bisect": 9, "serve": 9, "cli": 11,
+    "module": 7, "output": 7, "llm": 8, "bench": 9, "device_report": 10, "bisect": 9, "serve": 9, "cli": 11,
     "__main__": 12, "__init__": 12,
 }  # fmt: skip
 FORBIDDEN = {

@@ -1,0 +1,5 @@
+"""Torch modules as graphs."""
+
+from megakernel.capture.walk import Captured, capture
+
+__all__ = ["Captured", "capture"]
