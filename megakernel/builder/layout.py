@@ -15,6 +15,7 @@ from typing import Any, Union
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.device.hip_ring import ring_shape
 from megakernel.errors import LoweringError
 from megakernel.target import Target
 from megakernel.tasks.task import DType
@@ -286,6 +287,8 @@ def weight_layout(target: Target, dtype: DType | str, n: int, k: int) -> PackedL
     kind = DType(dtype)
     if n < 1 or k < 1:
         raise LoweringError(f"a weight needs at least one row and one column, got [{n}, {k}]")
+    if target.backend == "hip":
+        return _vectors(target, kind, n, k)
     return _fragments(target.tile_n, kind, n, k) if target.backend == "cuda" else _columns(target.tile_n, kind, n, k)
 
 
@@ -310,6 +313,22 @@ def _fragments(tile_n: int, dtype: DType, n: int, k: int) -> PackedLayout:
     tiles, columns = -(-n // 8), unit * units
     layout = Layout(((8, tiles), (8, 4, columns // 32)), ((32, 8 * columns), (1, 8, 256)))
     return PackedLayout(n, k, tiles * 8, columns, 8, unit, dtype, layout)
+
+
+def _vectors(target: Target, dtype: DType, n: int, k: int) -> PackedLayout:
+    """Operand order of matrix cores with 16 weight rows, in units that fit a stage of the target's ring.
+
+    [k / group][16][group] with groups of 16 bytes: for every 32 columns a lane of each matrix instruction finds the
+    columns that it needs of its row in whole groups, and lanes side by side read groups side by side.
+    """
+    if target.tile_n != 16:
+        raise LoweringError(f"operand order has tiles of 16 rows, got {target.tile_n}")
+    most = ring_shape(target).stage_bytes // (16 * dtype.bytes)
+    units = -(-k // most)
+    unit = -(-k // (32 * units)) * 32
+    tiles, columns, group = -(-n // 16), unit * units, 16 // dtype.bytes
+    layout = Layout(((16, tiles), (group, columns // group)), ((group, 16 * columns), (1, 16 * group)))
+    return PackedLayout(n, k, tiles * 16, columns, 16, unit, dtype, layout)
 
 
 def pack(packed: PackedLayout, matrix: Array) -> Array:

@@ -1,4 +1,6 @@
-// The HIP device: a worker is one resident workgroup that plays all roles in turn, and the group of a task is all of it.
+// The HIP device: a worker is one resident workgroup. Its first 256 lanes play all roles in turn and are the group of a
+// task; the waves behind them only copy weights to the stages in LDS. They come to every barrier with the group, because a
+// barrier is of all waves of a workgroup, so they run the same code with an index that is beyond every element.
 // Included after the generated records. Compiled and inspected for every target; see docs/amd.md for what has not run.
 #pragma once
 #include "megakernel/device/hip_matrix.h"
@@ -12,19 +14,33 @@ constexpr bool kChaos = false;
 #endif
 
 // ------------------------------------------------------------------------------------------------ LDS of a workgroup
-constexpr uint32_t kSumBytes = kWaves * 256 * 4;
-constexpr uint32_t kScratchBytes = MEGAKERNEL_LDS_BYTES - kSumBytes - 512;
+struct Fixed {
+  abi::KernelArgs args;              // here they cost no scalar register between uses
+  alignas(16) abi::Record record[2]; // in turn
+  abi::StepHeader header[2];         // by step
+  uint64_t word[2];                  // broadcast
+  uint32_t partial[2][kWaves];       // reduce
+  Mark mark[kCopiers][kStages];      // when the unit in a stage is complete, by copier
+  float sums[kWaves * 256];          // dot_tile
+};
+constexpr uint32_t kScratchBytes = (MEGAKERNEL_LDS_BYTES - kStages * kStageBytes - sizeof(Fixed)) / 128 * 128;
 
-struct Lds {
-  abi::KernelArgs args;         // here they cost no scalar register between uses
-  uint64_t word[2];             // broadcast
-  uint32_t partial[2][kWaves];  // reduce
-  float sums[kWaves * 256];     // dot_tile
-  alignas(16) uint8_t scratch[kScratchBytes];
+struct Lds : Fixed {
+  alignas(128) uint8_t ring[kStages][kStageBytes];
+  alignas(128) uint8_t scratch[kScratchBytes - 128];
 };
 static_assert(sizeof(Lds) <= MEGAKERNEL_LDS_BYTES, "LDS of a workgroup");
 
 MK_SHARED Lds lds;
+
+// Words from memory to LDS, one a lane. Others read them after the group has met.
+template <class T>
+MK_DEVICE void copy_words(T& to, const T* from) {
+  static_assert(sizeof(T) / 4 <= kLanes);
+  if (const uint32_t i = lane_index(); i < sizeof(T) / 4) {
+    ((MK_SHARED_SPACE uint32_t*)&to)[i] = ((const MK_MEMORY uint32_t*)from)[i];
+  }
+}
 
 // The kernel's first argument, a word a lane.
 MK_DEVICE void take_args() {
@@ -35,6 +51,72 @@ MK_DEVICE void take_args() {
   if (thread_index() < kWords) to[thread_index()] = from[thread_index()];
   meet();
 }
+
+// ------------------------------------------------------------------------------------------------ stages
+// The ring of stages: what scheduler/feed.cuh puts in, the group takes in the same order. One barrier a unit: `take` waits
+// for the oldest unit, and when all waves have met, nobody reads the stage before it any more, so that one is free. Hence
+// of kStages one is read and at most kStages - 1 are on their way.
+struct Stages {
+  MK_DEVICE bool copies() const { return dev::copies(); }
+  MK_DEVICE bool room() const { return uniform(on_way_) < kStages - 1; }
+  template <class T>
+  MK_DEVICE static const T* constant(const T* p) {
+    return dev::constant(p);
+  }
+
+  // Called by the copiers, when there is room.
+  MK_DEVICE void put(const void* from, uint32_t bytes) {
+    start(head_, from, bytes);
+    lds.mark[copier()][head_] = copies_.started;
+    head_ = after(head_);
+    ++on_way_;
+  }
+
+  // The oldest unit, for everyone. The one taken before must not be read any more.
+  MK_DEVICE void* take() {
+    if (copies()) {
+      copies_.land(lds.mark[copier()][tail_]);
+      --on_way_;
+    }
+    wait_lds();  // reads of the stage that is free from here on, writes of a copier without asynchronous copies
+    meet();
+    void* out = (void*)stage(tail_);
+    tail_ = after(tail_);
+    return out;
+  }
+
+  // A unit that is not in the ring, to the stage that is free. All others have landed before: kStages may not be on
+  // their way.
+  MK_DEVICE void* fetch(const void* from, uint32_t bytes) {
+    const uint32_t slot = tail_ == 0 ? kStages - 1 : tail_ - 1;
+    if (copies()) copies_.land();
+    wait_lds();
+    meet();
+    if (copies()) {
+      start(slot, from, bytes);
+      copies_.land();
+    }
+    wait_lds();
+    meet();
+    return (void*)stage(slot);
+  }
+
+  // LDS must not be given to another workgroup while copies into it are on their way.
+  MK_DEVICE void drain() {
+    if (copies()) copies_.drain();
+  }
+
+ private:
+  ChosenCopies copies_;
+  uint32_t head_ = 0, tail_ = 0, on_way_ = 0;  // tail_: of every lane, the others of copiers
+
+  MK_DEVICE static uint32_t after(uint32_t slot) { return uniform(slot + 1 == kStages ? 0 : slot + 1); }
+  MK_DEVICE static uint32_t copier() { return wave_index() - kWaves; }
+  MK_DEVICE static Stage* stage(uint32_t slot) { return (Stage*)lds.ring + slot * (kStageBytes / sizeof(Vector)); }
+  MK_DEVICE void start(uint32_t slot, const void* from, uint32_t bytes) {
+    copies_.start(stage(slot), from, bytes, copier());
+  }
+};
 
 // ------------------------------------------------------------------------------------------------ worker
 // `sync`, `wait` with an idle function, `aborted`, `signal`, reductions, broadcast, scratch and fault are called by the
@@ -47,6 +129,7 @@ struct Worker {
   const abi::Record* record = nullptr;
   uint32_t record_index = 0;
   bool failed = false;  // this worker must leave the launch; the same in every lane
+  Stages stages;
 
   // `overflow`: memory of this worker for records that need more scratch than there is LDS.
   MK_DEVICE Worker(uint32_t index, uint64_t overflow, uint64_t overflow_bytes)
@@ -54,8 +137,8 @@ struct Worker {
     random_ = (lds.args.chaos_seed + 1) * 0x9E3779B9u ^ (index * kWaves + wave_index() + 1) * 0x85EBCA6Bu;
   }
 
-  MK_DEVICE uint32_t lane() const { return thread_index(); }
-  static constexpr uint32_t lanes() { return kThreads; }
+  MK_DEVICE uint32_t lane() const { return lane_index(); }
+  static constexpr uint32_t lanes() { return kLanes; }
   MK_DEVICE void sync() const {
     drain();
     meet();
@@ -114,6 +197,7 @@ struct Worker {
     if (bytes <= kScratchBytes) return reinterpret_cast<T*>(lds.scratch);
     if (bytes > overflow_bytes_) {
       fault(abi::FaultKind::kBadRecord, record->tile_begin, abi::kNone, bytes, overflow_bytes_);
+      stages.drain();
       __builtin_amdgcn_endpgm();
     }
     return reinterpret_cast<T*>(overflow_);
@@ -122,7 +206,36 @@ struct Worker {
   MK_DEVICE void notify_host() const {}  // the host looks at TokenRing.written
 
   MK_DEVICE abi::LaunchState* launch() const { return reinterpret_cast<abi::LaunchState*>(args.launch); }
-  MK_DEVICE bool aborted() { return broadcast(load_relaxed(&launch()->abort)) != 0; }
+  MK_DEVICE bool aborted() {
+    uint32_t word = 0;
+    if (lane() == 0) word = load_relaxed(&launch()->abort);
+    return broadcast(word) != 0;
+  }
+
+  // A record of the queue, in LDS until the second call after this one. The next of the queue is fetched meanwhile.
+  MK_DEVICE const abi::Record* keep(const abi::Record* from) {
+    constexpr uint32_t kWords = sizeof(abi::Record) / 4;
+    abi::Record& to = lds.record[record_turn_ = uniform(record_turn_ ^ 1)];
+    const auto* words = (const MK_MEMORY uint32_t*)from;
+    if (lane() < kWords) ((MK_SHARED_SPACE uint32_t*)&to)[lane()] = from == ahead_ ? ahead_word_ : words[lane()];
+    meet();
+    if (to.opcode != abi::kEnd && lane() < kWords) ahead_word_ = words[kWords + lane()];
+    ahead_ = to.opcode != abi::kEnd ? from + 1 : nullptr;
+    return &to;
+  }
+  // A record of the shared list, which may be its last.
+  MK_DEVICE const abi::Record* keep_shared(const abi::Record* from) {
+    abi::Record& to = lds.record[record_turn_ = uniform(record_turn_ ^ 1)];
+    copy_words(to, from);
+    meet();
+    return &to;
+  }
+  MK_DEVICE const abi::StepHeader* keep(const abi::StepHeader* from) {
+    abi::StepHeader& to = lds.header[step & 1];
+    copy_words(to, from);
+    meet();
+    return &to;
+  }
 
   // Waits until *p >= target, called by one lane. False when the launch is over.
   template <class Word>
@@ -188,7 +301,9 @@ struct Worker {
 
  private:
   uint64_t overflow_, overflow_bytes_;
-  uint32_t turn_ = 0, random_;
+  uint32_t turn_ = 0, record_turn_ = 0, random_;
+  const abi::Record* ahead_ = nullptr;  // whose word this lane has in ahead_word_
+  uint32_t ahead_word_ = 0;
 
   MK_DEVICE void report(abi::FaultKind kind, uint32_t tile, uint32_t counter, uint64_t value, uint64_t target) {
     if (exchange_acquire_release(&launch()->abort, 1) != 0) return;
@@ -213,12 +328,14 @@ struct Worker {
   // Halves of a wave, then waves in order. Two rows of partial results alternate, so one barrier is enough.
   template <class T, class F>
   MK_DEVICE T reduce(T v, F f) {
-#pragma unroll
-    for (uint32_t mask = kWave / 2; mask > 0; mask /= 2) {
-      v = f(v, __builtin_bit_cast(T, exchange(__builtin_bit_cast(uint32_t, v), mask)));
-    }
     uint32_t* partial = lds.partial[turn()];
-    if (wave_lane() == 0) partial[wave_index()] = __builtin_bit_cast(uint32_t, v);
+    if (!copies()) {
+#pragma unroll
+      for (uint32_t mask = kWave / 2; mask > 0; mask /= 2) {
+        v = f(v, __builtin_bit_cast(T, exchange(__builtin_bit_cast(uint32_t, v), mask)));
+      }
+      if (wave_lane() == 0) partial[wave_index()] = __builtin_bit_cast(uint32_t, v);
+    }
     meet();
     T out = __builtin_bit_cast(T, partial[0]);
 #pragma unroll
@@ -242,11 +359,10 @@ namespace megakernel::dev {
 
 // ------------------------------------------------------------------------------------------------ tiles
 // Sums of 16 x 16 outputs by matrix cores. A tile of few columns is shared by kParts waves, each with every kParts-th
-// step; their sums are added in order. Nothing of it depends on the number of rows.
-template <DType kType, int kN, class X>
+// step; their sums are added in order. Nothing of it depends on the number of rows. X, Tile: vectors in LDS or in memory.
+template <DType kType, int kN, class X, class Tile>
 MK_DEVICE void dot_matrix(
-    float* out, uint32_t ld_out, const X* x, uint32_t ld_x, const MK_MEMORY uint32_t* tile, uint32_t rows, uint32_t k,
-    bool accumulate) {
+    float* out, uint32_t ld_out, const X* x, uint32_t ld_x, const Tile* tile, uint32_t rows, uint32_t k, bool accumulate) {
   constexpr uint32_t kBlocks = kN / 16, kParts = kWaves > kBlocks ? kWaves / kBlocks : 1, kTeams = kWaves / kParts;
   const uint32_t wave = wave_index(), team = wave / kParts, part = wave % kParts;
   const uint32_t lane = wave_lane(), column = lane % 16;
@@ -257,12 +373,12 @@ MK_DEVICE void dot_matrix(
     if (team < kTeams && unit < units) {
       const uint32_t row = unit / kBlocks * 16 + column;
       const Matrix::Sums sums = dot_block<kType, kN, kParts>(
-          x + uint64_t(row < rows ? row : rows - 1) * ld_x, tile, lane, unit % kBlocks * 16 + column, k, part);
+          x + uint64_t(row < rows ? row : rows - 1) * (ld_x / 4), tile, lane, unit % kBlocks * 16 + column, k, part);
 #pragma unroll
       for (uint32_t i = 0; i < Matrix::kOut; ++i) mine[Matrix::row_of(lane, i) * 16 + column] = sums[i];
     }
     meet();
-    for (uint32_t at = thread_index(); at < kTeams * 256; at += kThreads) {
+    for (uint32_t at = lane_index(); at < kTeams * 256; at += kLanes) {
       const uint32_t from = base + at / 256, row = from / kBlocks * 16 + at % 256 / 16;
       if (from >= units || row >= rows) continue;
       const float* sums = lds.sums + at / 256 * kParts * 256 + at % 256;
@@ -280,20 +396,20 @@ MK_DEVICE void dot_matrix(
 template <DType kType, int kN>
 MK_DEVICE void dot_plain(
     float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const void* tile, uint32_t rows, uint32_t k, bool accumulate) {
-  constexpr uint32_t kColumns = uint32_t(kN) < kThreads ? kN : kThreads, kParts = kThreads / kColumns;
-  const uint32_t part = thread_index() / kColumns;
+  constexpr uint32_t kColumns = uint32_t(kN) < kLanes ? kN : kLanes, kParts = kLanes / kColumns;
+  const uint32_t lane = lane_index(), part = lane / kColumns;
   for (uint32_t r = 0; r < rows; ++r) {
     for (uint32_t first = 0; first < kN; first += kColumns) {
-      const uint32_t j = first + thread_index() % kColumns;
+      const uint32_t j = first + lane % kColumns;
       const bool inside = part < kParts && j < kN;
       float sum = 0.0f;
       for (uint32_t c = part; inside && c < k; c += kParts) {
         sum += x[r * ld_x + c] * load_as<kType>(tile, tile_index<kType, kN>(c, j), All{});
       }
-      lds.sums[thread_index()] = sum;
+      if (lane < kLanes) lds.sums[lane] = sum;
       meet();
       if (inside && part == 0) {
-        for (uint32_t p = 1; p < kParts; ++p) sum += lds.sums[p * kColumns + thread_index()];
+        for (uint32_t p = 1; p < kParts; ++p) sum += lds.sums[p * kColumns + lane];
         float* to = out + r * ld_out + j;
         *to = accumulate ? *to + sum : sum;
       }
@@ -302,17 +418,24 @@ MK_DEVICE void dot_plain(
   }
 }
 
+// Of columns a multiple of 16: rows of x and tiles begin at 16 bytes, ld_x is a multiple of 4.
 template <DType kType, int kN>
 MK_DEVICE void dot_tile(
     Worker&, float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const void* stage, uint32_t rows, uint32_t k,
     bool accumulate) {
   meet();  // readers of `out` have left it, writers of x and of the stage have written
   if constexpr (kN % 16 == 0) {
-    const auto* tile = (const MK_MEMORY uint32_t*)stage;
+    auto of = [&](auto* vectors) {
+      if (__builtin_amdgcn_is_shared((const void*)stage)) {
+        dot_matrix<kType, kN>(out, ld_out, vectors, ld_x, (const Stage*)stage, rows, k, accumulate);
+      } else {
+        dot_matrix<kType, kN>(out, ld_out, vectors, ld_x, (const MK_MEMORY Vector*)stage, rows, k, accumulate);
+      }
+    };
     if (__builtin_amdgcn_is_shared((const void*)x)) {
-      dot_matrix<kType, kN>(out, ld_out, (const MK_SHARED_SPACE float*)x, ld_x, tile, rows, k, accumulate);
+      of((const MK_SHARED_SPACE Floats*)x);
     } else {
-      dot_matrix<kType, kN>(out, ld_out, (const MK_MEMORY float*)x, ld_x, tile, rows, k, accumulate);
+      of((const MK_MEMORY Floats*)x);
     }
   } else {
     dot_plain<kType, kN>(out, ld_out, x, ld_x, stage, rows, k, accumulate);

@@ -18,9 +18,10 @@ from typing import Any
 
 from megakernel.device.device import KernelSource
 from megakernel.device.hip_report import with_counts
-from megakernel.errors import BuildError, NoCompiler, TargetError
+from megakernel.device.hip_ring import ring_shape
+from megakernel.errors import BuildError, NoCompiler
 from megakernel.settings import read_settings
-from megakernel.target import TARGETS, Target
+from megakernel.target import Target
 
 SETTING = "MEGAKERNEL_HIPCXX"
 WAVES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1250": 32}  # lanes
@@ -73,13 +74,13 @@ def find_compiler(wanted: str | None = None) -> Compiler:
 
 def compile_flags(target: Target, chaos: bool, trace: bool) -> tuple[str, ...]:
     """Flags of a target that all compilers take. Raises TargetError for a target that hip.h does not know."""
-    if target.name not in WAVES:
-        names = ", ".join(t.name for t in TARGETS.values() if t.backend == "hip")
-        raise TargetError(f"unknown AMD target {target.name!r}; known: {names}")
+    ring = ring_shape(target)
     return (
         f"--offload-arch={target.name}", "-O3", "-std=c++20", "-ffp-contract=fast", "-fno-strict-aliasing",
         f"-DMEGAKERNEL_WAVE={WAVES[target.name]}", f"-DMEGAKERNEL_LDS_BYTES={target.shared_bytes}",
         f"-DMEGAKERNEL_GROUPS={target.groups}",
+        f"-DMEGAKERNEL_STAGES={ring.stages}", f"-DMEGAKERNEL_STAGE_BYTES={ring.stage_bytes}",
+        f"-DMEGAKERNEL_COPIERS={ring.copiers}", f"-DMEGAKERNEL_COPY_BYTES={ring.copy_bytes}",
         *(("-DMEGAKERNEL_CHAOS=1",) if chaos else ()), *(("-DMEGAKERNEL_TRACE=1",) if trace else ()),
     )  # fmt: skip
 

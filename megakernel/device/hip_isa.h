@@ -1,7 +1,7 @@
 // The instructions that have no C++ spelling, each as one function: gfx90a, gfx942, gfx950, gfx1100, gfx1250.
 //
 // Freestanding: no HIP header and no device library. The compiler is told by -D what the target has: MEGAKERNEL_WAVE
-// lanes of a wave, MEGAKERNEL_LDS_BYTES of LDS, MEGAKERNEL_GROUPS of workers.
+// lanes of a wave, MEGAKERNEL_LDS_BYTES of LDS, MEGAKERNEL_GROUPS of workers, and the ring of hip_ring.py.
 #pragma once
 #include "megakernel/device/types.cuh"
 
@@ -16,8 +16,11 @@
 namespace megakernel::dev {
 
 constexpr uint32_t kWave = MEGAKERNEL_WAVE;
-constexpr uint32_t kThreads = 256;  // of a workgroup, which is one worker
-constexpr uint32_t kWaves = kThreads / kWave;
+constexpr uint32_t kLanes = 256;  // that compute
+constexpr uint32_t kWaves = kLanes / kWave;
+constexpr uint32_t kCopiers = MEGAKERNEL_COPIERS;  // waves behind them that only copy
+constexpr uint32_t kThreads = kLanes + kCopiers * kWave;  // of a workgroup, which is one worker
+constexpr uint32_t kNoLane = 0x40000000;  // of a copier: more than there are elements of anything
 constexpr uint32_t kGroups = MEGAKERNEL_GROUPS;  // of workers that share an L2: see hip_seats.h
 
 // ------------------------------------------------------------------------------------------------ where a lane is
@@ -35,6 +38,11 @@ MK_DEVICE uint32_t group_index() { return __builtin_amdgcn_workgroup_id_x(); }
 MK_DEVICE uint32_t uniform(uint32_t v) { return uint32_t(__builtin_amdgcn_readfirstlane(int(v))); }
 MK_DEVICE uint32_t wave_index() { return uniform(thread_index() / kWave); }
 MK_DEVICE uint32_t wave_lane() { return thread_index() % kWave; }
+MK_DEVICE bool copies() { return wave_index() >= kWaves; }
+MK_DEVICE uint32_t lane_index() {
+  const uint32_t index = thread_index();
+  return index < kLanes ? index : kNoLane;
+}
 
 // The value of the lane whose number differs in the bits of `mask`.
 MK_DEVICE uint32_t exchange(uint32_t v, uint32_t mask) {
@@ -44,8 +52,10 @@ MK_DEVICE uint32_t exchange(uint32_t v, uint32_t mask) {
 // ------------------------------------------------------------------------------------------------ order
 // This wave's loads and stores have reached the L2. A fence of the workgroup alone does not wait for that, because all
 // waves of a workgroup share the first-level cache; but the one lane that publishes for all of them waits only for its
-// own wave's stores, so each wave waits for its own before they meet.
+// own wave's stores, so each wave waits for its own before they meet. A copier has stored nothing, and what it has on its
+// way may stay there.
 MK_DEVICE void drain() {
+  if (copies()) return;
 #if defined(__GFX12__)
   asm volatile("s_wait_loadcnt 0x0\n\ts_wait_storecnt 0x0" ::: "memory");
 #elif defined(__GFX9__)
@@ -71,6 +81,15 @@ MK_DEVICE uint64_t load_acquire(const uint64_t* p) {
 MK_DEVICE uint32_t load_acquire(const uint32_t* p) {
   return __hip_atomic_load(p, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT);
 }
+// `p`, the same in all lanes, of memory that nobody writes during a launch: it is read by the scalar unit, which counts
+// its loads by itself.
+template <class T>
+MK_DEVICE const T* constant(const T* p) {
+  const uint64_t address = uint64_t(p);
+  const uint64_t same = uint64_t(uniform(uint32_t(address >> 32))) << 32 | uniform(uint32_t(address));
+  return (const T*)(const __attribute__((address_space(4))) T*)same;
+}
+
 template <class Word>
 MK_DEVICE Word load_relaxed(const Word* p) {
   return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);

@@ -1,13 +1,14 @@
 // The driver of a worker that plays all roles in turn: waits, loads, consumes and stores record by record.
 //
-// While a record waits for others, the memory that it will stream is touched ahead: it depends on nobody.
+// While a record waits for others, the memory that it will stream is touched ahead, or is on its way to the stages of the
+// device (feed.cuh): it depends on nobody.
 #pragma once
 
 #ifdef MEGAKERNEL_SPLIT_ROLES  // a device whose roles run side by side has a driver of its own
 #include "megakernel/scheduler/roles.cuh"
 #else
 
-#include "megakernel/scheduler/queue.cuh"
+#include "megakernel/scheduler/feed.cuh"
 
 namespace megakernel {
 
@@ -39,8 +40,8 @@ MK_DEVICE const typename T::Fields& fields_of(const abi::Record& record) {
   return *reinterpret_cast<const typename T::Fields*>(record.payload);
 }
 
-template <tasks::SimpleTask T>
-MK_DEVICE void run_task(Worker& w, const abi::Record& record) {
+template <tasks::SimpleTask T, class F>
+MK_DEVICE void run_task(Worker& w, const abi::Record& record, F&, bool) {
   if (queue::wait_all(w, record, [] {})) T::execute(w, record, fields_of<T>(record));
 }
 
@@ -69,8 +70,8 @@ struct Ahead {
   }
 };
 
-template <tasks::StreamingTask T>
-MK_DEVICE void run_task(Worker& w, const abi::Record& record) {
+template <tasks::StreamingTask T, class F>
+MK_DEVICE void run_task(Worker& w, const abi::Record& record, F& feed, bool shared) {
   const auto& fields = fields_of<T>(record);
   typename T::Walk walk(w, record, fields);
   Ahead<typename T::Walk> ahead{w, walk};
@@ -78,25 +79,25 @@ MK_DEVICE void run_task(Worker& w, const abi::Record& record) {
   typename T::State state{};
   while (walk.next(w)) {
     if (walk.unit.load) T::load(w, fields, state, walk);
-    T::consume(w, fields, state, walk, const_cast<void*>(walk.unit.address));
+    T::consume(w, fields, state, walk, feed.template take<T>(w, walk.unit, shared));
     if (walk.unit.store) T::store(w, fields, state, walk);
   }
 }
 
-template <uint32_t kIndex, class T, class... Rest>
-MK_DEVICE void dispatch(Worker& w, const abi::Record& record, TaskList<T, Rest...>) {
-  if (record.opcode == kIndex) return run_task<T>(w, record);
+template <uint32_t kIndex, class F, class T, class... Rest>
+MK_DEVICE void dispatch(Worker& w, const abi::Record& record, F& feed, bool shared, TaskList<T, Rest...>) {
+  if (record.opcode == kIndex) return run_task<T>(w, record, feed, shared);
   if constexpr (sizeof...(Rest) > 0) {
-    dispatch<kIndex + 1>(w, record, TaskList<Rest...>{});
+    dispatch<kIndex + 1>(w, record, feed, shared, TaskList<Rest...>{});
   } else {
     w.fault(abi::FaultKind::kBadRecord, record.tile_begin, abi::kNone, record.opcode, kIndex);
   }
 }
 
-template <class Tasks>
-MK_DEVICE void run_record(Worker& w, const abi::Record& record) {
+template <class Tasks, class F>
+MK_DEVICE void run_record(Worker& w, const abi::Record& record, F& feed, bool shared) {
   w.record = &record;
-  dispatch<0>(w, record, Tasks{});
+  dispatch<0>(w, record, feed, shared, Tasks{});
   if (w.failed) return;
   w.sync();  // the next record may read what this one wrote, with or without a signal between them
   queue::signal(w, record);
@@ -109,19 +110,34 @@ MK_DEVICE const abi::Record* next_ticket(Worker& w, const abi::Record& record) {
   return once(w, [&] { return queue::take_ticket(w, ticket); });
 }
 
+// The record itself, or where it is nearer.
+template <class W>
+MK_DEVICE const abi::Record* near(W& w, const abi::Record* record, bool shared) {
+  if constexpr (requires { w.keep(record); }) {
+    return shared ? w.keep_shared(record) : w.keep(record);
+  } else {
+    return record;
+  }
+}
+
 // One pass over the queue. False when the launch is over for this worker.
-template <class Tasks>
-MK_DEVICE bool run_queue(Worker& w) {
+template <class Tasks, class F>
+MK_DEVICE bool run_queue(Worker& w, F& feed) {
   const abi::Record* entry = queue::records(w);
   w.record_index = 0;
-  while (entry->opcode != abi::kEnd) {
-    const bool shared = entry->opcode == abi::kTicket;
-    const abi::Record* record = shared ? next_ticket(w, *entry) : entry;
-    if (record) run_record<Tasks>(w, *record);
+  feed.begin_step(w);
+  for (;;) {
+    const abi::Record* record = near(w, entry, false);
+    if (record->opcode == abi::kEnd) return true;
+    const bool shared = record->opcode == abi::kTicket;
+    if (shared) {
+      record = next_ticket(w, *record);
+      if (record) record = near(w, record, true);
+    }
+    if (record) run_record<Tasks>(w, *record, feed, shared);
     if (w.failed) return false;
     if (!shared || !record) ++entry, ++w.record_index;
   }
-  return true;
 }
 
 // The task that makes headers, if the program has one.
@@ -152,16 +168,20 @@ constexpr bool makes_headers(TaskList<T...>) {
 template <class Tasks>
 MK_DEVICE void run_worker(dev::Worker& w) {
   uint64_t step = queue::launch(w)->step;  // read before arriving: worker 0 changes it when all have arrived
-  if constexpr (pipeline::makes_headers(Tasks{})) {
+  constexpr bool kMakesHeaders = pipeline::makes_headers(Tasks{});
+  pipeline::Feed<Tasks, dev::Worker> feed(w, step, kMakesHeaders);
+  feed.fill(w);
+  if constexpr (kMakesHeaders) {
     pipeline::once(w, [&] { queue::arrive(w); });
     if (w.id == 0 && queue::roll_call(w)) pipeline::begin_launch(w, Tasks{});
-    while (!w.failed && queue::begin_step(w, ++step) && pipeline::run_queue<Tasks>(w)) {
+    while (!w.failed && queue::begin_step(w, ++step) && pipeline::run_queue<Tasks>(w, feed)) {
       pipeline::once(w, [&] { queue::end_step(w); });
     }
     pipeline::once(w, [&] { queue::leave(w); });
   } else if (queue::begin_step(w, step + 1)) {
-    pipeline::run_queue<Tasks>(w);
+    pipeline::run_queue<Tasks>(w, feed);
   }
+  feed.drain(w);
 }
 
 }  // namespace megakernel

@@ -68,12 +68,14 @@ MK_DEVICE void leave(Worker& w) {
 }
 
 // The header of `step`, valid and not an exit; false when the launch is over.
-MK_DEVICE bool begin_step(Worker& w, uint64_t step) {
+template <class W>
+MK_DEVICE bool begin_step(W& w, uint64_t step) {
   w.record = nullptr;
   if (w.aborted()) return false;
   if (!w.wait(&launch(w)->published, step, abi::FaultKind::kHeaderBudget, abi::kNone, [] {})) return false;
   w.header = header(w, step);
   w.step = step;
+  if constexpr (requires { w.keep(w.header); }) w.header = w.keep(w.header);  // a copy that is nearer
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 

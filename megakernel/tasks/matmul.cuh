@@ -80,6 +80,14 @@ struct Matmul {
     return kConfig.sampled ? w.header->sampled : w.header->rows;
   }
 
+  static constexpr bool kNeedsHeader = kConfig.sampled;  // to know that there is anything to do
+  MK_DEVICE static Span span(const Worker& w, const abi::Record& record, const Fields& f) {
+    const uint32_t bytes = f.k_unit * kTile * dev::bytes_of(kConfig.dtype);
+    const bool none = kConfig.sampled && w.header->sampled == 0;  // a step that runs has rows
+    return {weights<char>(w, f.weight) + uint64_t(record.tile_begin) * f.units * bytes, bytes,
+            none ? 0 : record.tile_count * f.units};
+  }
+
   // Row r of the input as it is in the workspace.
   MK_DEVICE static const float* input_row(const Worker& w, const Fields& f, uint32_t r) {
     const uint32_t row = kConfig.sampled ? w.header->sample_row[r] : r;

@@ -77,6 +77,20 @@ concept StreamingTask = requires(
   { T::store(w, f, s, at) } -> Same<void>;
 };
 
+// Units that lie one behind the other and are known from the record alone.
+struct Span {
+  const char* address;
+  uint32_t unit_bytes, units;
+};
+
+// A streaming task whose units may be fetched before its step begins, or, if it needs the header to know that there are
+// any, before the record begins. `span` gives the units that Walk does.
+template <class T>
+concept StreamsAhead = StreamingTask<T> && requires(const Worker& w, const abi::Record& r, const typename T::Fields& f) {
+  { T::span(w, r, f) } -> Same<Span>;
+  { T::kNeedsHeader } -> Same<const bool&>;
+};
+
 template <class T>
 concept Task = SimpleTask<T> || StreamingTask<T>;
 

@@ -29,8 +29,10 @@ inline void run_lane() {
 inline void* run_group(void* raw) {
   Start* start = static_cast<Start*>(raw);
   launched = start->host;
-  auto* g = new Group;
+  auto* g = new Group{};
   group = g;
+  g->ring = (char*)megakernel::dev::lds.ring;
+  g->random = launched->args.chaos_seed * 97 + start->index + 1;
   g->index = start->index;
   const uint32_t strides[] = {1, kLanes - 1, 77};
   g->stride = strides[(start->index + launched->args.chaos_seed) % 3];
@@ -48,6 +50,12 @@ inline void* run_group(void* raw) {
   }
   g->begun[0] = true;
   swapcontext(&g->main, &g->lane[0]);
+  for (uint32_t i = 1; i < kLanes; ++i) {
+    if (g->barriers[i] != g->barriers[0] && launched->args.fault && !*(const uint32_t*)launched->args.fault) {
+      count(seen.uneven_barriers);
+    }
+    for (Counter& c : g->counter[i]) delete[] c.copy;
+  }
   munmap(g->stacks, size_t(kLanes) * kStackBytes);
   delete g;
   __atomic_sub_fetch(&launched->active, 1u, __ATOMIC_ACQ_REL);
@@ -86,6 +94,10 @@ EMULATOR_EXPORT uint32_t mk_seat(const uint32_t* count, uint32_t workers, uint32
   return megakernel::dev::seat(count, workers, groups, place, rank);
 }
 EMULATOR_EXPORT uint64_t mk_emulated_abi() { return mk_abi_hash; }
+EMULATOR_EXPORT void mk_emulated_seen(emulator::Seen* out) {
+  *out = emulator::seen;
+  emulator::seen = {};
+}
 EMULATOR_EXPORT void* mk_open(uint32_t workers) {
   auto* host = new emulator::Host{workers};
   host->overflow = static_cast<char*>(aligned_alloc(4096, workers * host->overflow_bytes));

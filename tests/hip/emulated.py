@@ -15,13 +15,28 @@ from megakernel.errors import BuildError
 from megakernel.target import Target, find_target
 
 HERE = Path(__file__).parent
+MFMA, WMMA = "__builtin_amdgcn_mfma_f32_16x16x", "__builtin_amdgcn_wmma_f32_16x16x"
 BUILTINS = {
-    "gfx90a": "__builtin_amdgcn_mfma_f32_16x16x16bf16_1k",
-    "gfx942": "__builtin_amdgcn_mfma_f32_16x16x16bf16_1k",
-    "gfx950": "__builtin_amdgcn_mfma_f32_16x16x32_bf16",
-    "gfx1100": "__builtin_amdgcn_wmma_f32_16x16x16_bf16_w32",
-    "gfx1250": "__builtin_amdgcn_wmma_f32_16x16x32_bf16",
-}
+    "gfx90a": (f"{MFMA}16bf16_1k",),
+    "gfx942": (f"{MFMA}16bf16_1k",),
+    "gfx950": (f"{MFMA}32_bf16",),
+    "gfx1100": (f"{WMMA}16_bf16_w32",),
+    "gfx1250": (
+        f"{WMMA}32_bf16", "__builtin_amdgcn_tensor_load_to_lds_d2", "__builtin_amdgcn_global_load_async_to_lds_b128",
+        "__builtin_amdgcn_s_wait_tensorcnt",
+    ),
+}  # fmt: skip
+MISSING = ("none", "loads", "tensors", "lds", "last", "barrier")  # what the emulator can leave out, as in before.h
+
+
+class Seen(ctypes.Structure):
+    """What the emulated workgroups of one kernel have seen of copies; all but the first three are errors."""
+
+    names = ("copies", "waits", "most_stages", "early_reuse", "unawaited", "uneven_barriers", "bad_descriptors")
+    _fields_ = [(name, ctypes.c_uint64) for name in names]
+
+    def errors(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.names[3:] if getattr(self, name)}
 
 
 def host_command(compiler: Compiler) -> list[str]:
@@ -32,10 +47,12 @@ def host_command(compiler: Compiler) -> list[str]:
 
 
 class EmulatedHip(CpuDevice):
-    """`workers` workgroups of an AMD target, each a thread of the host."""
+    """`workers` workgroups of an AMD target, each a thread of the host. `missing`: what is left out."""
 
-    def __init__(self, target: str, workers: int = 2) -> None:
+    def __init__(self, target: str, workers: int = 2, missing: str = "none") -> None:
         super().__init__(workers)
+        self._missing = MISSING.index(missing)
+        self._library: ctypes.CDLL | None = None
         self.name = f"emulated-{target}"
         self._emulated = replace(find_target(target), workers=workers)
 
@@ -43,9 +60,16 @@ class EmulatedHip(CpuDevice):
     def target(self) -> Target:
         return self._emulated
 
+    def seen(self) -> Seen:
+        """Since the last call, in this process."""
+        assert self._library is not None, "nothing has been loaded"
+        out = Seen()
+        self._library.mk_emulated_seen(ctypes.byref(out))
+        return out
+
     def compiler_id(self, target: Target) -> str:
         headers = "".join((HERE / name).read_text() for name in ("before.h", "after.h"))
-        return " ".join((find_compiler().version, *compile_flags(target, False, False), headers))
+        return " ".join((find_compiler().version, *compile_flags(target, False, False), str(self._missing), headers))
 
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
         work = output.parent
@@ -55,7 +79,8 @@ class EmulatedHip(CpuDevice):
         flags = [f for f in compile_flags(source.target, source.chaos, source.trace) if not f.startswith("--offload")]
         line = [
             *host_command(find_compiler()), *flags, "-O1", "-fPIC", "-shared", "-pthread", "-mfma", "-mf16c", "-w",
-            f"-DEMULATED{BUILTINS[source.target.name]}=1", "-include", str(HERE / "before.h"), f"-I{work}",
+            *(f"-DEMULATED{name}=1" for name in BUILTINS[source.target.name]),
+            f"-DEMULATOR_MISSING={self._missing}", "-include", str(HERE / "before.h"), f"-I{work}",
             f"-I{include}", str(work / "kernel.cpp"), "-o", str(output),
         ]  # fmt: skip
         done = subprocess.run(line, capture_output=True, text=True, timeout=600)
@@ -67,4 +92,5 @@ class EmulatedHip(CpuDevice):
         library.mk_emulated_abi.restype = ctypes.c_uint64
         assert library.mk_emulated_abi() == abi_hash
         cpu._declare(library)
+        self._library = library
         return CpuExecutable(library, target.workers)

@@ -46,11 +46,14 @@ def opened(device: Device, cache: Path, dtype: str, rows: int = 16, chaos: bool 
     return Runtime(program, device, random_weights(build_graph(fields)).read, spin_budget_ns=60_000_000_000)
 
 
-def logits(device: Device, cache: Path, dtype: str, rows: int = 16, chaos_seed: int = 0, **config: Any) -> Logits:
+def logits(
+    device: Device, cache: Path, dtype: str, rows: int = 16, chaos_seed: int = 0, tokens: int = len(IDS), **config: Any
+) -> Logits:
+    """Of the last tokens of the first `tokens`, which are decoded one by one."""
     runtime = opened(device, cache, dtype, rows, bool(chaos_seed), **config)
     runtime.chaos_seed = chaos_seed
     try:
-        return forced_logits(runtime, IDS, LAST_PROMPT)
+        return forced_logits(runtime, IDS[:tokens], tokens - (len(IDS) - LAST_PROMPT))
     finally:
         runtime.close()
 
@@ -68,7 +71,7 @@ def agree(target: str, dtype: str, cache: Path, **config: Any) -> None:
 
 
 def test_logits_equal_those_of_the_cpu(cache: Path) -> None:
-    agree("gfx942", "f32", cache)
+    agree("gfx1250", "f32", cache)  # the fewest lanes, so the fastest
 
 
 @pytest.mark.slow
@@ -77,7 +80,7 @@ def test_logits_equal_those_of_the_cpu(cache: Path) -> None:
     [
         ("gfx1100", "bf16", 32),
         ("gfx950", "f32", 32),
-        ("gfx1250", "f32", 32),
+        ("gfx942", "f32", 32),
         ("gfx942", "bf16", 64),
         ("gfx1250", "f16", 128),
         ("gfx1100", "f32", 8),
@@ -93,9 +96,9 @@ def test_scratch_beyond_the_lds(cache: Path) -> None:
 
 
 def test_bits_do_not_depend_on_workers_or_rows(cache: Path) -> None:
-    first = logits(EmulatedHip("gfx942", 2), cache, "f32")
+    first = logits(EmulatedHip("gfx1250", 2), cache, "f32", tokens=20)
     for workers, rows in ((1, 16), (3, 5)):
-        again = logits(EmulatedHip("gfx942", workers), cache, "f32", rows)
+        again = logits(EmulatedHip("gfx1250", workers), cache, "f32", rows, tokens=20)
         assert (first.view(np.uint32) == again.view(np.uint32)).all(), (workers, rows)
 
 
