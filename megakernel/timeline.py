@@ -71,8 +71,8 @@ class TimelineFault:
 
 @dataclass(frozen=True)
 class Alignment:
-    """How ticks became nanoseconds. Of each worker: what was added to its clock (ns against worker 0's), and how far its
-    clock was from a straight line against the reference. `worst_hop_ns`: the shortest time from the end of work to the
+    """How ticks became nanoseconds. Of each worker: what was added to its clock (ns against worker 0's), and how far it
+    was from a straight line against the reference. `worst_hop_ns`: the shortest time from the end of work to the
     end of a wait for it; below zero it bounds the error of the alignment. None: no edge was recorded."""
 
     clock: str
@@ -126,7 +126,8 @@ class Timeline:
 
     @cached_property
     def worker_steps(self) -> Events:
-        """An event for each worker and step: start and ready around the wait for its header, end after its last record."""
+        """An event for each worker and step: start and ready around the wait for its header, end after its last record;
+        tile_begin is the number of rows, tile_count the longest context of the step."""
         out: Events = self.events[self.events["role"] == Role.CONTROL]
         return out
 
@@ -227,7 +228,9 @@ class Timeline:
 
 def _decode(raw: Mapping[str, Any]) -> Timeline:
     meta = dict(raw["meta"])
-    meta["alignment"] = Alignment(**{k: tuple(v) if isinstance(v, list) else v for k, v in meta["alignment"].items()})
+    alignment = dict(meta["alignment"])
+    alignment["offset_ns"], alignment["drift_ns"] = tuple(alignment["offset_ns"]), tuple(alignment["drift_ns"])
+    meta["alignment"] = Alignment(**alignment)
     meta["fault"] = TimelineFault(**meta["fault"]) if meta["fault"] else None
     meta["roles"], meta["overflow"] = tuple(meta["roles"]), tuple(meta["overflow"])
     missing = {f.name for f in fields(Meta)} - set(meta)
