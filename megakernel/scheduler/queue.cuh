@@ -70,10 +70,12 @@ MK_DEVICE void leave(Worker& w) {
 // The header of `step`, valid and not an exit; false when the launch is over.
 MK_DEVICE bool begin_step(Worker& w, uint64_t step) {
   w.record = nullptr;
+  trace::await_step(w);
   if (w.aborted()) return false;
   if (!w.wait(&launch(w)->published, step, abi::FaultKind::kHeaderBudget, abi::kNone, [] {})) return false;
   w.header = header(w, step);
   w.step = step;
+  trace::step(w);
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
