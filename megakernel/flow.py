@@ -34,7 +34,7 @@ def timeline_of(
     m = program.manifest
     raw = _last_runs(recording.events)
     events, alignment = align(raw, m.workers, m.backend)
-    edges = edges_of(plan.schedule)
+    edges = edges_of(plan.schedule, plan.target.value_edges)
     events = _completed(events, plan.schedule, edges)
     steps = events[events["role"] == Role.CONTROL]
     context = round(float(steps["tile_count"].mean())) if len(steps) else 0
@@ -147,10 +147,10 @@ def _number(value: Any) -> int | float:
     return float(value) if isinstance(value, (float, np.floating)) else int(value)
 
 
-def edges_of(schedule: Schedule) -> Edges:
-    """What each entry waits for: counters, and values of other entries."""
+def edges_of(schedule: Schedule, by_value: bool) -> Edges:
+    """What each entry waits for: counters, and (`by_value`, as the target has it) values of other entries."""
     entries = [e for queue in schedule.queues for e in queue if e.count] + list(schedule.shared)
-    links = [*_counter_links(entries), *_value_links(schedule, entries)]
+    links = [*_counter_links(entries), *(_value_links(schedule, entries) if by_value else ())]
     grouped: dict[tuple[Span, int, int, int], list[tuple[int, int]]] = {}  # producer, kind, counter, consumer -> tiles
     for producer, consumer, kind, counter in links:
         grouped.setdefault((producer, kind, counter, consumer[0]), []).append(consumer[1:])
@@ -176,7 +176,7 @@ def _counter_links(entries: Iterable[Entry]) -> Iterable[tuple[Span, Span, int, 
 
 
 def _value_links(schedule: Schedule, entries: list[Entry]) -> Iterable[tuple[Span, Span, int, int]]:
-    """Of entries without waits that read values; on a target whose edges are counters there are none."""
+    """Of entries without waits that read values."""
     nodes, values = schedule.nodes, values_of(schedule.nodes)
     readers = [e for e in entries if not e.waits and nodes[e.node].task.awaits_values]
     written: dict[str, list[tuple[int, int, int, int, int]]] = {}  # tensor -> start, stop, node, first, count

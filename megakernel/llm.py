@@ -83,9 +83,7 @@ class LLM:
             }  # fmt: skip
             self.program = build(origin, goal, where, chosen, progress, **options, chaos=chaos, trace=trace)
             config = dict(origin.config)
-            self._plan: Callable[[], Plan] = lambda: make_plan(
-                config, goal, **options
-            )  # what the records mean, when somebody asks
+            self._plan: Callable[[], Plan] = lambda: make_plan(config, goal, **options)  # what records mean
             self._model, self._device = str(model), where.availability().description
             self._options = {**options, "workers": goal.workers}
             built = time.perf_counter()

@@ -10,6 +10,7 @@
 
 #include "megakernel/device/cuda_ptx.h"
 #include "megakernel/device/cuda_values.h"
+#include "megakernel/device/trace.cuh"
 
 namespace megakernel::dev {
 
@@ -30,8 +31,6 @@ constexpr uint32_t kRecordReaders = kConsumers + 1;  // consumers and storer; th
 constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial sums and merges
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
-
-constexpr uint32_t kTracePoints = 16, kTraceRecords = 256;  // u64 [workers][kTracePoints][kTraceRecords]
 
 // Stages in the order in which they are filled.
 struct Ring {
@@ -55,6 +54,7 @@ struct RoleState {
   uint32_t record_slot, record_parity, header_parity;  // what to wait for next
   Ring ring, tail;
   uint32_t in_flight, sums_slot, sums_parity;  // parity: one bit a slot
+  [[no_unique_address]] trace::Tracer tracer;
 };
 
 // What a warp leaves that has waited in vain.
@@ -242,28 +242,9 @@ struct Worker {
     __syncwarp();
   }
 
-  // Cycles of this processor, in a build with the timeline.
-  MK_DEVICE static uint64_t cycles() {
-#ifdef MEGAKERNEL_TRACE
-    return clock64();
-#else
-    return 0;
-#endif
-  }
-  MK_DEVICE void trace(uint32_t point, uint64_t value) const {
-#ifdef MEGAKERNEL_TRACE
-    if (args.trace == 0 || warp_lane() != 0 || record_index >= kTraceRecords) return;
-    reinterpret_cast<uint64_t*>(args.trace)[(uint64_t(id) * kTracePoints + point) * kTraceRecords + record_index] = value;
-#endif
-  }
-
-  // The timeline: when this warp passed a point of its record, kept for the last step.
-  MK_DEVICE void trace(uint32_t point) const {
-#ifdef MEGAKERNEL_TRACE
-    if (args.trace == 0 || warp_lane() != 0 || record_index >= kTraceRecords) return;
-    reinterpret_cast<uint64_t*>(args.trace)[(uint64_t(id) * kTracePoints + point) * kTraceRecords + record_index] = clock_ns();
-#endif
-  }
+  // The first warp speaks for the consumers.
+  MK_DEVICE bool traces() const { return threadIdx.x % 32 == 0 && (threadIdx.x == 0 || threadIdx.x >= kConsumers * 32); }
+  MK_DEVICE trace::Tracer& tracer(abi::Role) const { return state().tracer; }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
   static constexpr uint32_t lanes() { return kConsumers * 32; }
@@ -411,6 +392,11 @@ struct Worker {
     for (uint32_t i = 1; i < kConsumers; ++i) out = f(out, memory[slot][i]);
     return out;
   }
+};
+
+// A worker as its warp left it.
+struct Loaded : Worker {
+  MK_DEVICE Loaded() { load(); }
 };
 
 // ------------------------------------------------------------------------------------------------ values that say
