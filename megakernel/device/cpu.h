@@ -123,7 +123,7 @@ struct Worker {
   const abi::Record* record = nullptr;
   uint32_t record_index = 0;
   bool failed = false;  // this worker must leave the launch
-  [[no_unique_address]] trace::Tracers tracers;
+  [[no_unique_address]] mutable trace::Tracers tracers;
 
   MK_INLINE bool traces() const { return true; }  // whether this lane writes
   MK_INLINE trace::Tracer& tracer(abi::Role role) const { return tracers.of(role); }

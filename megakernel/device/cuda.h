@@ -54,7 +54,6 @@ struct RoleState {
   uint32_t record_slot, record_parity, header_parity;  // what to wait for next
   Ring ring, tail;
   uint32_t in_flight, sums_slot, sums_parity;  // parity: one bit a slot
-  [[no_unique_address]] trace::Tracer tracer;
 };
 
 // What a warp leaves that has waited in vain.
@@ -90,6 +89,7 @@ struct alignas(128) Block {
   uint32_t header_known;     // to the producer, of its step: 0 not yet, 1 it runs, 2 the launch ends
   uint32_t failed;           // a task of this worker has reported a fault
   uint32_t dropped;          // the signal that a test wants lost has been lost
+  [[no_unique_address]] trace::RoleTracers tracers;
 };
 static_assert(sizeof(Block) <= MEGAKERNEL_SHARED_BYTES, "a block's shared memory");
 
@@ -134,6 +134,7 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     b.dropped = b.failed = b.stop = 0;
     b.words.kind = abi::FaultKind::kNone;
     b.posted = ~uint64_t(0);
+    trace::begin(b.tracers);
   }
   fence_shared_for_copies();
   __syncthreads();
@@ -244,7 +245,7 @@ struct Worker {
 
   // The first warp speaks for the consumers.
   MK_DEVICE bool traces() const { return threadIdx.x % 32 == 0 && (threadIdx.x == 0 || threadIdx.x >= kConsumers * 32); }
-  MK_DEVICE trace::Tracer& tracer(abi::Role) const { return state().tracer; }
+  MK_DEVICE trace::Tracer& tracer(abi::Role role) const { return block().tracers.of(role); }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
   static constexpr uint32_t lanes() { return kConsumers * 32; }

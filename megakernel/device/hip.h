@@ -48,7 +48,7 @@ struct Worker {
   const abi::Record* record = nullptr;
   uint32_t record_index = 0;
   bool failed = false;  // this worker must leave the launch; the same in every lane
-  [[no_unique_address]] trace::Tracers tracers;
+  [[no_unique_address]] mutable trace::Tracers tracers;
 
   MK_DEVICE bool traces() const { return lane() == 0; }  // whether this lane writes
   MK_DEVICE trace::Tracer& tracer(abi::Role role) const { return tracers.of(role); }

@@ -21,13 +21,23 @@ struct Tracer {
 
 // Of a worker that plays all roles in turn: records, and the step around them.
 struct Tracers {
-  mutable Tracer record, step;
+  Tracer record, step;
 
-  MK_DEVICE Tracer& of(abi::Role role) const { return role == abi::Role::kControl ? step : record; }
+  MK_DEVICE Tracer& of(abi::Role role) { return role == abi::Role::kControl ? step : record; }
 };
 
-constexpr uint32_t ring_of(abi::Role role) {
+MK_DEVICE uint32_t ring_of(abi::Role role) {
   return role == abi::Role::kProducer ? 1 : role == abi::Role::kStorer ? 2 : role == abi::Role::kControl ? 3 : 0;
+}
+
+// Of a worker whose roles run side by side, in memory that no constructor has seen before `begin`.
+struct RoleTracers {
+  Tracer role[abi::kTraceRings];
+
+  MK_DEVICE Tracer& of(abi::Role r) { return role[ring_of(r)]; }
+};
+MK_DEVICE void begin(RoleTracers& tracers) {
+  for (Tracer& t : tracers.role) t = Tracer{};
 }
 
 // A new event, if this step is recorded; what is not written of it stays zero, and `published` says that it is whole.
@@ -51,10 +61,12 @@ MK_DEVICE void open(const W& w, Tracer& t, abi::Role role, uint32_t record, uint
 #else
 constexpr bool kOn = false;
 
-struct Tracer {};
-struct Tracers {
-  Tracer& of(abi::Role) const;
+struct Tracer {
+  MK_DEVICE Tracer& of(abi::Role) { return *this; }
 };
+using Tracers = Tracer;
+using RoleTracers = Tracer;
+MK_DEVICE void begin(Tracer&) {}
 #endif
 
 // The role takes the worker's record.
