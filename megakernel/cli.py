@@ -14,10 +14,11 @@ import typer
 
 from megakernel import bench as benchmarks
 from megakernel import device_report
+from megakernel import profile as profiles
 from megakernel.builder.build import make_plan, plan_source
 from megakernel.checkpoint import fetch_demo
 from megakernel.devices import list_devices
-from megakernel.errors import InvalidRequest
+from megakernel.errors import InvalidRequest, MegakernelError
 from megakernel.llm import LLM, Prompt
 from megakernel.model_table import CHECKS, model_rows
 from megakernel.opening import build, planned_target, target_and_compiler
@@ -31,6 +32,7 @@ from megakernel.settings import read_settings
 from megakernel.show import Stages, emit, errors, reported, size, table
 from megakernel.target import Target
 from megakernel.tasks.record import MAX_ROWS
+from megakernel.timeline import Timeline
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -357,6 +359,57 @@ def bisect_command(
         errors.print(f"the first bad task is {b.task} of {b.node}; {len(bad)} of {len(found)} tensors are bad")
         raise typer.Exit(1)
     errors.print(f"all {len(found)} tensors agree; the largest error is {max(f.error for f in found):.1e}")
+
+
+@app.command("profile")
+@reported
+def profile_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model as for `generate`, or timeline.json of an earlier profile.")
+    ],
+    steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 16,
+    context: Annotated[int, typer.Option(help="Tokens in the cache before them.")] = 32,
+    step_range: Annotated[
+        str | None,
+        typer.Option("--range", help="Only steps FIRST:LAST of what was recorded, the kernel's numbers."),
+    ] = None,
+    device: DeviceName = "cpu",
+    dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = None,
+    workers: Workers = None,
+    policy: Policy = "balanced",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the files; default: profile-NAME.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Record what every worker and role does in some decode steps: a timeline as JSON, a Perfetto trace, a page."""
+    with Stages(as_json) as progress:
+        if model.endswith(".json"):
+            timeline = Timeline.load(model)
+        else:
+            with LLM(
+                model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=1, workers=workers, policy=policy,
+                max_context=profiles.room(steps, context), trace=True, progress=progress,
+            ) as llm:  # fmt: skip
+                timeline = profiles.record(llm, steps, context)
+        timeline = profiles.part(timeline, step_range)
+        made = profiles.write(timeline, output or Path(f"profile-{timeline.meta.program}"))
+    facts = profiles.summary(made)
+    if as_json:
+        emit(facts)
+    else:
+        table(("", timeline.meta.program), [(k, v) for k, v in facts.items() if v is not None and k != "operators"])
+        table(
+            ("operator", "records", "work, us a step", "waits for others", "waits for data"),
+            [
+                (r["operator"], r["records"], *(f"{r[k]:,.1f}" for k in ("work_us", "wait_us", "data_us")))
+                for r in facts["operators"]
+            ],
+            "mean of a worker",
+        )  # fmt: skip
+    if timeline.meta.fault is not None:
+        raise MegakernelError(f"the recording ended with a fault: {timeline.meta.fault.text}")
 
 
 @app.command()
