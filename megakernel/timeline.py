@@ -139,13 +139,14 @@ class Timeline:
     @cached_property
     def complete_steps(self) -> tuple[int, ...]:
         """Steps of which no event is missing: not cut by a fault, nothing lost."""
-        if not self.steps:
-            return ()
-        whole = self.worker_steps[(self.worker_steps["flags"] & TraceFlag.CUT) == 0]
-        seen = {s: int((whole["step"] == s).sum()) for s in self.steps}
-        most = max((int((self.tasks["step"] == s).sum()) for s in self.steps), default=0)
+        numbers, counts = np.unique(self.tasks["step"], return_counts=True)
+        tasks = dict(zip(numbers.tolist(), counts.tolist()))
+        most = max(tasks.values(), default=0)
+        numbers, counts = np.unique(self.worker_steps["step"], return_counts=True)
+        workers = dict(zip(numbers.tolist(), counts.tolist()))
+        cut = set(self.events["step"][(self.events["flags"] & TraceFlag.CUT) != 0].tolist())
         return tuple(
-            s for s in self.steps if seen[s] == self.meta.workers and int((self.tasks["step"] == s).sum()) == most
+            s for s in self.steps if s not in cut and tasks.get(s) == most and workers.get(s) == self.meta.workers
         )
 
     def of_steps(self, first: int, last: int) -> Timeline:
