@@ -18,6 +18,7 @@ from megakernel.timeline import COUNTER, TIMES, Alignment, Edges, Events
 
 Reals = npt.NDArray[np.float64]
 OWN_TICKS = frozenset({"cpu"})  # backends whose ticks are not the shared clock
+WAITING = (Role.WORKER, Role.CONSUMER)  # roles whose `ready` is that a record's dependencies are there
 MOST_READINGS = 256  # of a worker, for the slopes
 CLOCKS = {
     "cpu": "the core's counter against CLOCK_MONOTONIC",
@@ -97,6 +98,7 @@ def worst_hop(events: Events, edges: Edges, most_steps: int = 16) -> float | Non
         for edge in by_counter:
             made = _touching(by_node, edge, "producer")
             seen = _touching(by_node, edge, "consumer")
+            seen = seen[np.isin(seen["role"], WAITING)]
             if len(made) and len(seen):
                 hop = float(int(seen["ready"].min()) - int(made["published"].max()))
                 worst = hop if worst is None else min(worst, hop)

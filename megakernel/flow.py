@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megakernel.builder.build import Plan
 from megakernel.builder.program import Program
-from megakernel.clocks import align, worst_hop
+from megakernel.clocks import WAITING, align, worst_hop
 from megakernel.errors import DeviceFault, TimelineError
 from megakernel.recording import Recording
 from megakernel.scheduler.by_value import values_of
@@ -113,7 +113,7 @@ def _name_waits(events: Events, schedule: Schedule, edges: Edges) -> None:
     for edge in by_value:
         source[int(edge["consumer"])] = max(source.get(int(edge["consumer"]), 0), int(edge["producer"]))
     for node, producer in source.items():
-        mine = (events["node"] == node) & (events["longest_wait"] == 0) & (events["role"] != Role.PRODUCER)
+        mine = (events["node"] == node) & (events["longest_wait"] == 0) & np.isin(events["role"], WAITING)
         mine &= events["ready"] > events["start"]
         events["longest_wait"][mine] = (events["ready"] - events["start"])[mine]
         events["longest_wait_counter"][mine] = producer

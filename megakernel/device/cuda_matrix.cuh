@@ -167,7 +167,6 @@ MK_DEVICE void consume_blocks(MatrixFlags flags) {
   Input<kHalf> input(w, rows);
   wait_counters(w, record);
   input.begin(w, f, share, flags);
-  trace::ready(w, abi::Role::kConsumer);
   if constexpr (trace::kOn) c.await();
   trace::data(w, abi::Role::kConsumer);
 #pragma unroll 1

@@ -20,7 +20,7 @@ from megakernel.tasks.task import DType, all_fields
 from .harness import ROOT
 
 
-def source_for(name: str, trace: bool = False) -> KernelSource:
+def source_for(name: str) -> KernelSource:
     target, kind = find_target(name), DType.BF16
     nodes = (
         embedding.node("e", cols=64, table="t", output="x", dtype=kind),
@@ -33,7 +33,7 @@ def source_for(name: str, trace: bool = False) -> KernelSource:
         sample.node("s", vocab=64, logits="y", scaled="z", result="r"),
         advance.node("adv", result="r"),
     )  # fmt: skip
-    return kernel_source(nodes, target, trace=trace)
+    return kernel_source(nodes, target)
 
 
 @pytest.mark.parametrize("name", ISA_NEEDS)
