@@ -399,15 +399,7 @@ def profile_command(
     if as_json:
         emit(facts)
     else:
-        table(("", timeline.meta.program), [(k, v) for k, v in facts.items() if v is not None and k != "operators"])
-        table(
-            ("operator", "records", "work, us a step", "waits for others", "waits for data"),
-            [
-                (r["operator"], r["records"], *(f"{r[k]:,.1f}" for k in ("work_us", "wait_us", "data_us")))
-                for r in facts["operators"]
-            ],
-            "mean of a worker",
-        )  # fmt: skip
+        _print_profile(facts)
     if timeline.meta.fault is not None:
         raise MegakernelError(f"the recording ended with a fault: {timeline.meta.fault.text}")
 
@@ -562,6 +554,18 @@ def _print_stream(llm: LLM, outputs: Iterator[Output], as_json: bool) -> None:
     errors.print(
         f"{len(last.token_ids)} tokens, {last.timings.tokens_per_s:.1f} tokens/s, first token after "
         f"{last.timings.first_token_s:.3f} s, {launches}; {last.finish_reason}", highlight=False,
+    )  # fmt: skip
+
+
+def _print_profile(facts: dict[str, Any]) -> None:
+    table(("", facts["program"]), [(k, v) for k, v in facts.items() if v is not None and k != "operators"])
+    table(
+        ("operator", "records", "work, us a step", "waits for others", "waits for data"),
+        [
+            (r["operator"], r["records"], *(f"{r[k]:,.1f}" for k in ("work_us", "wait_us", "data_us")))
+            for r in facts["operators"]
+        ],
+        "mean of a worker",
     )  # fmt: skip
 
 

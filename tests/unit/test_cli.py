@@ -21,7 +21,7 @@ from tests.fake_device import FakeDevice, expected
 from tests.unit.test_engine_llm import FakeLLM, letters_tokenizer, spelled
 
 pytestmark = pytest.mark.timeout(120)
-COMMANDS = ("devices", "build", "generate", "schedule", "source", "bench", "report", "fetch-demo")
+COMMANDS = ("devices", "build", "generate", "schedule", "source", "bench", "profile", "report", "fetch-demo")
 ROOT = Path(__file__).parents[2]
 
 
