@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
+from megakernel.clocks import WAITING
 from megakernel.errors import MissingExtra, TimelineError
 from megakernel.tasks.record import Role, TraceFlag
-from megakernel.timeline import Events, Timeline
+from megakernel.timeline import EVENT_COLUMNS, Events, Timeline
+
+Indices = npt.NDArray[np.int64]
 
 SEQUENCE: Final = 1  # one writer
 WORKER_TRACK, ROLE_TRACK, RING_TRACK, TOTAL_TRACK, FAULT_TRACK = 1 << 32, 2 << 32, 3 << 32, 4 << 32, 5 << 32
+BATCH: Final = 4096  # packets
 BYTES: Final = 3  # CounterDescriptor.Unit.UNIT_SIZE_BYTES
 
 
@@ -51,7 +56,11 @@ class _Arrow:
 class _Writer:
     def __init__(self, timeline: Timeline, protos: Any, file: IO[bytes]) -> None:
         self.timeline, self.protos, self.file = timeline, protos, file
-        self.kinds = protos.TrackEvent
+        kinds = protos.TrackEvent  # looked up once: that costs more than a packet
+        self.begins, self.ends = int(kinds.TYPE_SLICE_BEGIN), int(kinds.TYPE_SLICE_END)
+        self.counts, self.instant = int(kinds.TYPE_COUNTER), int(kinds.TYPE_INSTANT)
+        self.batch = protos.Trace()
+        self.said: dict[tuple[bool, int], str] = {}  # what a wait was for
 
     def run(self) -> None:
         self._tracks()
@@ -60,24 +69,27 @@ class _Writer:
         for number, arrow in enumerate(arrows(self.timeline), 1):
             starts.setdefault(arrow.source, []).append(number)
             ends.setdefault(arrow.sink, []).append(number)
-        for index, event in enumerate(self.timeline.events):
-            self._slice(event, starts.get(index, []), ends.get(index, []))
+        for index, row in enumerate(self.timeline.events.tolist()):
+            self._slice(dict(zip(EVENT_COLUMNS, row)), starts.get(index, []), ends.get(index, []))
         if self.timeline.meta.ring_bytes:
             self._rings()
         if self.timeline.meta.fault is not None:
             self._fault()
+        self._flush()
 
     def _put(self, time: int | None = None) -> Any:
-        packet = self.protos.TracePacket()
+        """A new packet to be filled. Traces written one after another are one trace: so memory is bounded."""
+        if len(self.batch.packet) >= BATCH:
+            self._flush()
+        packet = self.batch.packet.add()
         packet.trusted_packet_sequence_id = SEQUENCE
         if time is not None:
             packet.timestamp = time
         return packet
 
-    def _write(self, packet: Any) -> None:
-        trace = self.protos.Trace()
-        trace.packet.append(packet)
-        self.file.write(trace.SerializeToString())  # traces written one after another are one trace
+    def _flush(self) -> None:
+        self.file.write(self.batch.SerializeToString())
+        self.batch = self.protos.Trace()
 
     # ------------------------------------------------------------------------------------------ tracks
     def _tracks(self) -> None:
@@ -87,7 +99,6 @@ class _Writer:
             packet.track_descriptor.uuid = WORKER_TRACK + worker
             packet.track_descriptor.process.pid = worker + 1
             packet.track_descriptor.process.process_name = f"worker {worker}"
-            self._write(packet)
             mine = self.timeline.events[self.timeline.events["worker"] == worker]
             for role in np.unique(mine["role"]):
                 name = "steps" if role == Role.CONTROL else Role(int(role)).name.lower()
@@ -96,7 +107,6 @@ class _Writer:
                 packet.track_descriptor.thread.pid = worker + 1
                 packet.track_descriptor.thread.tid = (worker + 1) * 16 + int(role)
                 packet.track_descriptor.thread.thread_name = name
-                self._write(packet)
             if meta.ring_bytes:
                 self._counter_track(RING_TRACK + worker, "bytes in the ring or on their way", WORKER_TRACK + worker)
         if meta.ring_bytes:
@@ -109,12 +119,11 @@ class _Writer:
         packet.track_descriptor.counter.unit = BYTES
         if parent is not None:
             packet.track_descriptor.parent_uuid = parent
-        self._write(packet)
 
     # ------------------------------------------------------------------------------------------ slices
     def _begin(self, time: int, track: int, name: str, category: str) -> Any:
         packet = self._put(time)
-        packet.track_event.type = self.kinds.TYPE_SLICE_BEGIN
+        packet.track_event.type = self.begins
         packet.track_event.track_uuid = track
         packet.track_event.name = name
         packet.track_event.categories.append(category)
@@ -122,54 +131,56 @@ class _Writer:
 
     def _end(self, time: int, track: int) -> None:
         packet = self._put(time)
-        packet.track_event.type = self.kinds.TYPE_SLICE_END
+        packet.track_event.type = self.ends
         packet.track_event.track_uuid = track
-        self._write(packet)
 
-    def _slice(self, event: Any, starts: list[int], ends: list[int]) -> None:
-        track = _role_track(int(event["worker"]), int(event["role"]))
-        start, ready, first, end = (int(event[k]) for k in ("start", "ready", "first_data", "end"))
-        stop = end if event["flags"] & TraceFlag.CUT else max(end, int(event["published"]))
-        whole = int(event["role"]) == Role.CONTROL
-        name = f"step {int(event['step'])}" if whole else self.timeline.nodes[int(event["node"])].operator
-        packet = self._begin(start, track, name, "step" if whole else self.timeline.nodes[int(event["node"])].task)
-        self._notes(packet, event, whole)
-        self._write(packet)
+    def _slice(self, event: dict[str, int], starts: list[int], ends: list[int]) -> None:
+        track = _role_track(event["worker"], event["role"])
+        start, ready, first, end = event["start"], event["ready"], event["first_data"], event["end"]
+        whole = event["role"] == Role.CONTROL
+        node = None if whole else self.timeline.nodes[event["node"]]
+        packet = self._begin(
+            start, track, node.operator if node else f"step {event['step']}", node.task if node else "step"
+        )
+        self._notes(packet.track_event, event)
         if ready > start:
-            self._write(self._begin(start, track, "wait for the header" if whole else "wait", "wait"))
+            self._begin(start, track, "wait for the header" if whole else "wait", "wait")
             self._end(ready, track)
         if not whole:
             if first > ready:
-                self._write(self._begin(ready, track, "wait for data", "wait"))
+                self._begin(ready, track, "wait for data", "wait")
                 self._end(first, track)
             packet = self._begin(first, track, "work", "work")
             packet.track_event.flow_ids.extend([*starts, *ends])
-            self._write(packet)
             self._end(end, track)
-        self._end(stop, track)
+        self._end(max(end, event["published"]), track)
 
-    def _notes(self, packet: Any, event: Any, whole: bool) -> None:
-        notes: dict[str, int | str] = {"step": int(event["step"])}
-        if whole:
-            notes |= {"rows": int(event["tile_begin"]), "context": int(event["tile_count"])}
+    def _notes(self, track_event: Any, event: dict[str, int]) -> None:
+        notes: dict[str, int | str] = {"step": event["step"]}
+        if event["role"] == Role.CONTROL:
+            notes |= {"rows": event["tile_begin"], "context": event["tile_count"]}
         else:
-            node = self.timeline.nodes[int(event["node"])]
-            share = int(event["tile_count"]) / max(1, node.tiles)
+            node = self.timeline.nodes[event["node"]]
+            share = event["tile_count"] / max(1, node.tiles)
             notes |= {
-                "node": node.name, "layer": node.layer, "record": int(event["record"]),
-                "tiles": f"{int(event['tile_begin'])} + {int(event['tile_count'])}",
-                "bytes": round(node.stream_bytes * share), "flops": round(node.flops * share),
-                "longest wait ns": int(event["longest_wait"]), "waited for": self.timeline.waited_for(event),
+                "node": node.name, "record": event["record"], "tiles": f"{event['tile_begin']} + {event['tile_count']}",
+                "bytes": round(node.stream_bytes * share),
             }  # fmt: skip
+            if event["longest_wait"]:
+                notes |= {"longest wait ns": event["longest_wait"], "waited for": self._waited_for(event)}
         if event["flags"] & TraceFlag.CUT:
             notes["cut"] = "the launch ended inside this event"
         for name, value in notes.items():
-            note = packet.track_event.debug_annotations.add()
-            note.name = name
             if isinstance(value, str):
-                note.string_value = value
+                track_event.debug_annotations.add(name=name, string_value=value)
             else:
-                note.int_value = value
+                track_event.debug_annotations.add(name=name, int_value=value)
+
+    def _waited_for(self, event: dict[str, int]) -> str:
+        key = (bool(event["flags"] & TraceFlag.BY_VALUE), event["longest_wait_counter"])
+        if key not in self.said:
+            self.said[key] = self.timeline.waited_for(event)
+        return self.said[key]
 
     # ------------------------------------------------------------------------------------------ counters, fault
     def _rings(self) -> None:
@@ -185,10 +196,9 @@ class _Writer:
         for time, change in sorted(changes):
             level += change
             packet = self._put(time)
-            packet.track_event.type = self.kinds.TYPE_COUNTER
+            packet.track_event.type = self.counts
             packet.track_event.track_uuid = track
             packet.track_event.counter_value = max(0, round(level))
-            self._write(packet)
 
     def _fault(self) -> None:
         fault, events = self.timeline.meta.fault, self.timeline.events
@@ -196,12 +206,10 @@ class _Writer:
         packet = self._put()
         packet.track_descriptor.uuid = FAULT_TRACK
         packet.track_descriptor.name = "fault"
-        self._write(packet)
         packet = self._put(int(max(events["end"].max(), events["published"].max())) if len(events) else 0)
-        packet.track_event.type = self.kinds.TYPE_INSTANT
+        packet.track_event.type = self.instant
         packet.track_event.track_uuid = FAULT_TRACK
         packet.track_event.name = fault.text
-        self._write(packet)
 
 
 def _role_track(worker: int, role: int) -> int:
@@ -211,55 +219,48 @@ def _role_track(worker: int, role: int) -> int:
 def ring_changes(timeline: Timeline, worker: int) -> list[tuple[int, float]]:
     """(time, bytes) of one worker: asked for by the producer, then taken by the consumers. Half at either end of a
     record's stream, as nothing in between is recorded."""
-    out: list[tuple[int, float]] = []
     mine = timeline.tasks[timeline.tasks["worker"] == worker]
-    streams = {(int(e["step"]), int(e["record"])) for e in mine[mine["role"] == Role.PRODUCER]}
-    for e in mine:
-        if (int(e["step"]), int(e["record"])) not in streams or e["role"] not in (Role.PRODUCER, Role.CONSUMER):
-            continue
-        node = timeline.nodes[int(e["node"])]
-        half = node.stream_bytes * int(e["tile_count"]) / max(1, node.tiles) / 2
-        sign = 1 if e["role"] == Role.PRODUCER else -1
-        begin = e["ready"] if e["role"] == Role.PRODUCER else e["first_data"]
-        out += [(int(begin), sign * half), (int(e["end"]), sign * half)]
-    return out
+    keys = mine["step"].astype(np.int64) << 32 | mine["record"]
+    asked, taken = mine["role"] == Role.PRODUCER, mine["role"] == Role.CONSUMER
+    streamed = np.isin(keys, keys[asked]) & (asked | taken)
+    mine, asked = mine[streamed], asked[streamed]
+    of_tile = np.array([n.stream_bytes / max(1, n.tiles) for n in timeline.nodes])
+    half = of_tile[mine["node"]] * mine["tile_count"] / 2 * np.where(asked, 1, -1)
+    begin = np.where(asked, mine["ready"], mine["first_data"])
+    return [*zip(begin.tolist(), half.tolist()), *zip(mine["end"].tolist(), half.tolist())]
 
 
 def arrows(timeline: Timeline) -> Iterator[_Arrow]:
     """For each record that waits, one arrow from what it waited for longest: the last published of its producers."""
     events = timeline.events
-    tasks = np.flatnonzero((events["role"] != Role.CONTROL) & (events["role"] != Role.PRODUCER))
-    into: dict[int, list[Any]] = {}
-    for edge in timeline.edges:
-        into.setdefault(int(edge["consumer"]), []).append(edge)
-    order = tasks[np.lexsort((events["node"][tasks], events["step"][tasks]))]
-    keys = events["step"][order].astype(np.int64) << 32 | events["node"][order]
-    for index in tasks:
-        event = events[index]
-        if event["role"] == Role.STORER or event["flags"] & TraceFlag.CUT:
-            continue
-        best, latest = -1, -1
-        for edge in into.get(int(event["node"]), ()):
-            if not _overlap(event, edge, "consumer"):
-                continue
-            key = int(event["step"]) << 32 | int(edge["producer"])
-            made = order[np.searchsorted(keys, key) : np.searchsorted(keys, key, side="right")]
-            found = made[_touches(events[made], edge)]
-            if len(found):
-                last = int(found[np.argmax(events["published"][found])])
-                if int(events["published"][last]) > latest:
-                    best, latest = last, int(events["published"][last])
-        if best >= 0:
-            yield _Arrow(best, int(index))
+    source = np.full(len(events), -1, np.int64)
+    latest = np.zeros(len(events), np.uint64)  # when it was published
+    made = (events["role"] != Role.CONTROL) & (events["role"] != Role.PRODUCER) & (events["published"] != 0)
+    waits = np.isin(events["role"], WAITING) & ((events["flags"] & TraceFlag.CUT) == 0)
+    for step in timeline.steps:
+        of_step = events["step"] == step
+        makers, waiters = (_by_node(events, np.flatnonzero(of_step & mask)) for mask in (made, waits))
+        for edge in timeline.edges.tolist():
+            producer, first, count, consumer, begin, length = edge[:6]
+            found = _touching(events, makers.get(producer), first, count)
+            seen = _touching(events, waiters.get(consumer), begin, length)
+            if len(found) and len(seen):
+                last = found[np.argmax(events["published"][found])]
+                better = seen[latest[seen] < events["published"][last]]
+                source[better], latest[better] = last, events["published"][last]
+    for sink in np.flatnonzero(source >= 0):
+        yield _Arrow(int(source[sink]), int(sink))
 
 
-def _overlap(event: Any, edge: Any, side: str) -> bool:
-    first, count = int(edge[f"{side}_first"]), int(edge[f"{side}_count"])
-    begin = int(event["tile_begin"])
-    return begin < first + count and begin + max(1, int(event["tile_count"])) > first
+def _by_node(events: Events, indices: Indices) -> dict[int, Indices]:
+    order = indices[np.argsort(events["node"][indices], kind="stable")]
+    nodes, starts = np.unique(events["node"][order], return_index=True)
+    return dict(zip(nodes.tolist(), np.split(order, starts[1:])))
 
 
-def _touches(events: Events, edge: Any) -> Any:
-    first, stop = int(edge["producer_first"]), int(edge["producer_first"]) + int(edge["producer_count"])
-    begin = events["tile_begin"].astype(np.int64)
-    return (begin < stop) & (begin + events["tile_count"] > first)
+def _touching(events: Events, indices: Indices | None, first: int, count: int) -> Indices:
+    if indices is None:
+        return np.zeros(0, np.int64)
+    begin = events["tile_begin"][indices].astype(np.int64)
+    out: Indices = indices[(begin < first + count) & (begin + events["tile_count"][indices] > first)]
+    return out

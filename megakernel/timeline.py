@@ -159,7 +159,7 @@ class Timeline:
         kept = self.events[(self.events["step"] >= first) & (self.events["step"] <= last)]
         return replace(self, events=kept, meta=replace(self.meta, first_step=first, last_step=last))
 
-    def waited_for(self, event: Any) -> str:
+    def waited_for(self, event: Any) -> str:  # a row of `events`, or its fields by name
         """On what the longest wait of an event was, in words; empty when it did not wait."""
         counter = int(event["longest_wait_counter"])
         if counter == NONE:
