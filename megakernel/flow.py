@@ -150,7 +150,7 @@ def _number(value: Any) -> int | float:
 def edges_of(schedule: Schedule, by_value: bool) -> Edges:
     """What each entry waits for: counters, and (`by_value`, as the target has it) values of other entries."""
     entries = [e for queue in schedule.queues for e in queue if e.count] + list(schedule.shared)
-    links = [*_counter_links(entries), *(_value_links(schedule, entries) if by_value else ())]
+    links = [*_counter_links(schedule, entries), *(_value_links(schedule, entries) if by_value else ())]
     grouped: dict[tuple[Span, int, int, int], list[tuple[int, int]]] = {}  # producer, kind, counter, consumer -> tiles
     for producer, consumer, kind, counter in links:
         grouped.setdefault((producer, kind, counter, consumer[0]), []).append(consumer[1:])
@@ -163,11 +163,14 @@ def edges_of(schedule: Schedule, by_value: bool) -> Edges:
     return out
 
 
-def _counter_links(entries: Iterable[Entry]) -> Iterable[tuple[Span, Span, int, int]]:
+def _counter_links(schedule: Schedule, entries: Iterable[Entry]) -> Iterable[tuple[Span, Span, int, int]]:
+    """Who signals the counter of a group signals, by its relay, the counter above it too."""
     makers: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    above = {r.counter: r.to for r in schedule.relays}
     for e in entries:
-        if e.signal is not None:
-            makers.setdefault(e.signal, {}).setdefault(e.node, []).append((e.first, e.count))
+        for counter in {e.signal, above.get(-1 if e.signal is None else e.signal)} - {None}:
+            assert counter is not None
+            makers.setdefault(counter, {}).setdefault(e.node, []).append((e.first, e.count))
     spans = {c: [(n, *t) for n, tiles in nodes.items() for t in _joined(tiles)] for c, nodes in makers.items()}
     for e in entries:
         for wait in e.waits:

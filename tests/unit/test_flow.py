@@ -13,7 +13,7 @@ from megakernel.builder.build import Plan, assemble, make_plan, plan_source
 from megakernel.builder.program import Program
 from megakernel.clocks import worst_hop
 from megakernel.errors import FaultReport, TimelineError
-from megakernel.flow import timeline_of
+from megakernel.flow import edges_of, timeline_of
 from megakernel.perfetto_file import arrows
 from megakernel.recording import Recording, ring_capacity
 from megakernel.target import find_target
@@ -154,3 +154,19 @@ def test_a_ring_holds_the_steps_asked_for_and_no_more_memory_than_there_is() -> 
         assert capacity >= m.queue_length * steps and capacity & (capacity - 1) == 0
     huge = ring_capacity(replace(m, workers=132), 10_000_000)
     assert huge & (huge - 1) == 0 and 132 * 4 * huge * TRACE_EVENT.size <= 1 << 30
+
+
+def test_waits_for_relays_lead_to_who_signals_their_groups() -> None:
+    """On a target whose workers are in groups a counter is signalled by relays; its edges name the producers."""
+    target = find_target("gfx942").with_workers(16)
+    schedule = make_plan(CONFIG, target, max_context=1024, max_slots=2).schedule
+    assert schedule.relays
+    edges = edges_of(schedule, target.value_edges)
+    below = {r.to: {b.counter for b in schedule.relays if b.to == r.to} for r in schedule.relays}
+    for queue in schedule.queues:
+        for e in queue:
+            for wait in e.waits:
+                mine = edges[(edges["consumer"] == e.node) & (edges["counter"] == wait.counter)]
+                counters = below.get(wait.counter, set()) | {wait.counter}
+                makers = {x.node for q in schedule.queues for x in q if x.signal in counters}
+                assert makers and set(mine["producer"].tolist()) == makers
