@@ -158,7 +158,7 @@ def test_a_ring_holds_the_steps_asked_for_and_no_more_memory_than_there_is() -> 
 
 def test_waits_for_relays_lead_to_who_signals_their_groups() -> None:
     """On a target whose workers are in groups a counter is signalled by relays; its edges name the producers."""
-    target = find_target("gfx942").with_workers(16)
+    target = find_target("gfx942").with_workers(64)
     schedule = make_plan(CONFIG, target, max_context=1024, max_slots=2).schedule
     assert schedule.relays
     edges = edges_of(schedule, target.value_edges)
