@@ -24,7 +24,9 @@ from megakernel.model_table import CHECKS, model_rows
 from megakernel.opening import build, planned_target, target_and_compiler
 from megakernel.origin import open_origin
 from megakernel.output import Output
+from megakernel.report.commands import calibrate_command
 from megakernel.sampling import SamplingParams
+from megakernel.scheduler.calibration import Calibration
 from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.simulate import Simulation, share_of_hops, simulate
 from megakernel.serve import server_modules
@@ -209,6 +211,7 @@ def schedule_command(
     policy: Policy = "balanced",
     context: Annotated[int, typer.Option(help="Tokens in the cache, for the simulated times.")] = 512,
     worker: Annotated[int | None, typer.Option(help="Print this worker's whole queue.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Figures that `calibrate` fitted to a timeline.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the queues, their waits, and what `simulate` says of a step. Needs no compiler."""
@@ -218,7 +221,10 @@ def schedule_command(
         open_origin(model, dtype=dtype, cache=settings.cache).config, goal, dtype=dtype, kv_dtype=kv_dtype,
         max_slots=max_slots, max_context=max_context, max_rows=max_rows, policy=policy,
     )  # fmt: skip
-    said, hops = simulate(made.schedule, goal, context), share_of_hops(made.schedule, goal, context)
+    figures = Calibration.load(calibration) if calibration else Calibration()
+    figures.check_target(goal.name)
+    said = simulate(made.schedule, goal, context, figures)
+    hops = share_of_hops(made.schedule, goal, context, figures)
     if worker is not None and not 0 <= worker < made.schedule.workers:
         raise InvalidRequest(f"--worker: expected 0 to {made.schedule.workers - 1}, got {worker}")
     entries = [
@@ -494,6 +500,9 @@ def serve(
             )  # fmt: skip
 
     serving.run(open_model, chosen, lambda text: errors.print(f"listening on {text}", highlight=False))
+
+
+app.command("calibrate")(calibrate_command)
 
 
 @app.command("fetch-demo")
