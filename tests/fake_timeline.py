@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from megakernel.flow import edges_of
 from megakernel.scheduler.calibration import Calibration, operator_name
-from megakernel.scheduler.schedule import Entry, Schedule
+from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.simulate import Simulation, simulate
 from megakernel.target import Target
 from megakernel.tasks.record import NONE, TRACE_EVENT, Role, TraceFlag
-from megakernel.timeline import COUNTER, EDGE, Alignment, Events, Meta, Timeline, TimelineNode
+from megakernel.timeline import Alignment, Events, Meta, Timeline, TimelineNode
 
 FIRST_STEP = 5
 IDLE_NS = 700  # the first step's header comes that long after the recording began
@@ -48,7 +49,7 @@ def timeline_of(
     order = np.lexsort((events["start"], events["role"], events["worker"]))
     return Timeline(
         events[order], meta(target, schedule.workers, name, FIRST_STEP, FIRST_STEP + steps - 1, context),
-        nodes(schedule, context), edges(schedule),
+        nodes(schedule, context), edges_of(schedule, by_value=False),
     )  # fmt: skip
 
 
@@ -74,19 +75,6 @@ def nodes(schedule: Schedule, context: int) -> tuple[TimelineNode, ...]:
     return tuple(out)
 
 
-def edges(schedule: Schedule) -> Any:
-    entries = [e for queue in schedule.queues for e in queue]
-    makers: dict[int, list[Entry]] = {}
-    for e in entries:
-        if e.signal is not None:
-            makers.setdefault(e.signal, []).append(e)
-    found = {
-        (p.node, p.first, p.count, e.node, e.first, e.count, COUNTER, w.counter)
-        for e in entries for w in e.waits for p in makers[w.counter]
-    }  # fmt: skip
-    return np.array(sorted(found), EDGE)
-
-
 def _step(
     schedule: Schedule, said: Simulation, step: int, begin: int, header: int, data_share: float
 ) -> list[dict[str, Any]]:
@@ -106,9 +94,10 @@ def _step(
         free[s.worker] = end
     for worker in range(schedule.workers):
         out.append({
-            "worker": worker, "role": Role.CONTROL, "record": NONE, "node": NONE, "tile_begin": 1, "tile_count": 32, "step": step, "start": begin,
-            "ready": begin + header, "first_data": begin + header, "end": free[worker], "published": free[worker],
-            "longest_wait": header, "longest_wait_counter": NONE,
+            "worker": worker, "role": Role.CONTROL, "record": NONE, "node": NONE, "tile_begin": 1,
+            "tile_count": said.context, "step": step, "start": begin, "ready": begin + header,
+            "first_data": begin + header, "end": free[worker], "published": free[worker], "longest_wait": header,
+            "longest_wait_counter": NONE,
         })  # fmt: skip
     return out
 

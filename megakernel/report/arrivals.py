@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -25,11 +26,11 @@ class Source:
 
     def latest(self, own: int) -> int | None:
         """The event of another row than `own` that published last, None when there is no other."""
-        best = None
-        for row, event, time in zip(self.rows, self.events, self.times):
-            if row != own and (best is None or time > best[0]):
-                best = (time, event)
-        return None if best is None else best[1]
+        return next((self.events[i] for i in self._last_two if self.rows[i] != own), None)
+
+    @cached_property
+    def _last_two(self) -> list[int]:
+        return sorted(range(len(self.rows)), key=lambda i: (-self.times[i], i))[:2]
 
 
 @dataclass(frozen=True)

@@ -241,4 +241,4 @@ class _Join:
         if own not in self._rows:
             return [self._from_left[-1]]
         at = self._rows.index(own)
-        return [self._from_left[at - 1]] * (at > 0) + [self._from_right[at + 1]] * (at + 1 < len(self._rows))
+        return [*self._from_left[:at][-1:], *self._from_right[at + 1 :][:1]]

@@ -12,6 +12,7 @@ from megakernel.report.steps import Step
 from megakernel.timeline import KINDS, Timeline
 
 HEADER = "step header"
+WIDE = 20
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,13 @@ def _headers(timeline: Timeline, steps: Sequence[Step]) -> list[int]:
 
 
 def histogram(ns: Sequence[int], bins: int = 40) -> tuple[list[float], list[int]]:
-    """Edges (bins + 1) and counts up to the 99th percentile; the last bin also has what lies above."""
+    """Edges (bins + 1) and counts up to the 99th percentile; the last bin also has what lies above. Bins are equal, or
+    where latencies differ by more than a factor of WIDE and are all above zero, of equal ratio."""
     if not ns:
         return [], []
     values = np.asarray(ns, np.float64)
     low, high = float(values.min()), float(np.quantile(values, 0.99))
-    edges = np.linspace(low, high if high > low else low + 1, bins + 1)
+    wide = low > 0 and high > WIDE * low
+    edges = np.geomspace(low, high, bins + 1) if wide else np.linspace(low, high if high > low else low + 1, bins + 1)
     counts, _ = np.histogram(np.minimum(values, edges[-1]), edges)
     return edges.tolist(), counts.tolist()

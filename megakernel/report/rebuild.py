@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from megakernel.report.arrivals import arrivals
+from megakernel.report.arrivals import Arrivals, arrivals
 from megakernel.report.steps import ROLES, Step
 from megakernel.scheduler.schedule import Entry, Schedule, Wait
 from megakernel.tasks.record import Role, Struct
@@ -40,41 +41,57 @@ class Recorded(Task):
         return {}
 
 
+Item = tuple[int, int, int]  # node, first tile, tiles
+Place = tuple[int, int]  # worker and index in its queue
+
+
 def schedule_of(timeline: Timeline, step: Step) -> Schedule:
-    """Queues as they ran in that step. Every entry has its own counter and waits for those that its edges name."""
+    """Queues as they ran in that step. Entries that are waited for together share a counter."""
     seen = arrivals(timeline, step)
-    place: dict[int, tuple[int, int]] = {}  # event -> worker and index in its queue
-    queues: list[list[tuple[int, int, int, int]]] = [[] for _ in range(timeline.meta.workers)]
-    columns = (seen.events[c].tolist() for c in ("record", "node", "tile_begin", "tile_count", "start"))
+    queues, place = _queues(timeline, seen)
+    asked: dict[Place, set[int]] = {}  # entry -> the sources that it is one of
+    for number, source in enumerate(seen.sources):
+        for event in source.events:
+            asked.setdefault(place[event], set()).add(number)
+    groups = {key: i for i, key in enumerate(dict.fromkeys(frozenset(s) for s in asked.values()))}
+    counter = {entry: groups[frozenset(sources)] for entry, sources in asked.items()}
+    size = Counter(counter.values())
+    of_source = [{counter[place[e]] for e in source.events} for source in seen.sources]
+    waits: dict[Place, set[int]] = {}
+    for event, found in enumerate(seen.of):
+        for arrival in found:
+            waits.setdefault(place[event], set()).update(of_source[arrival.source])
+    return Schedule(
+        tuple(_node(n) for n in timeline.nodes),
+        tuple(
+            tuple(
+                Entry(*item, tuple(Wait(c, size[c]) for c in sorted(waits.get((w, i), ()))), counter.get((w, i)))
+                for i, item in enumerate(queue)
+            )
+            for w, queue in enumerate(queues)
+        ),
+        len(groups),
+        "recorded",
+    )
+
+
+def _queues(timeline: Timeline, seen: Arrivals) -> tuple[list[list[Item]], dict[int, Place]]:
+    """What each worker ran, in order, and the place of every event but those of producers."""
+    queues: list[list[Item]] = [[] for _ in range(timeline.meta.workers)]
+    place: dict[int, Place] = {}
     at: dict[tuple[int, int, int, int], int] = {}
+    columns = (seen.events[c].tolist() for c in ("start", "record", "node", "tile_begin", "tile_count"))
     records = list(zip(*columns))
-    for event in sorted(range(len(records)), key=lambda e: (seen.rows[e] // ROLES, records[e][4])):
-        worker, (record, node, first, count, _) = seen.rows[event] // ROLES, records[event]
+    for event in sorted(range(len(records)), key=lambda e: records[e][0]):
+        worker, (_, record, node, first, count) = seen.rows[event] // ROLES, records[event]
         if seen.rows[event] % ROLES == Role.PRODUCER:
             continue
         key = (worker, record, node, first)
         if key not in at:
             at[key] = len(queues[worker])
-            queues[worker].append((node, first, count, event))
+            queues[worker].append((node, first, count))
         place[event] = (worker, at[key])
-    number = {(w, i): n for n, (w, i) in enumerate((w, i) for w, queue in enumerate(queues) for i in range(len(queue)))}
-    waits: dict[tuple[int, int], set[int]] = {}
-    for event, found in enumerate(seen.of):
-        for arrival in found:
-            makers = {number[place[e]] for e in seen.sources[arrival.source].events}
-            waits.setdefault(place[event], set()).update(makers - {number[place[event]]})
-    return Schedule(
-        tuple(_node(n) for n in timeline.nodes),
-        tuple(
-            tuple(
-                Entry(node, first, count, tuple(Wait(c, 1) for c in sorted(waits.get((w, i), ()))), number[w, i])
-                for i, (node, first, count, _) in enumerate(queue)
-            )
-            for w, queue in enumerate(queues)
-        ),
-        len(number),
-        "recorded",
-    )
+    return queues, place
 
 
 def _node(node: TimelineNode) -> TaskNode:

@@ -130,8 +130,8 @@ def test_the_path_of_a_chain_by_hand() -> None:
         "make": 4250, "end": 2250, "hop by counter": 500,
     }  # fmt: skip
     assert {w.what: w.length for w in what_if(line, g)} == {
-        "make": 2750, "end": 4750, "hop by counter": 6500, "all hops": 6500, "step to step": 7000, "record to record": 7000,
-        "waiting for data": 7000,
+        "make": 2750, "end": 4750, "hop by counter": 6500, "all hops": 6500, "step to step": 7000,
+        "record to record": 7000, "waiting for data": 7000,
     }  # fmt: skip
     assert g.slack == (0, 0) and [s.node for s in slack_by_node(line, g)] == ["make", "end"]
 
@@ -150,9 +150,10 @@ def test_slack_is_what_a_record_may_be_late() -> None:
     assert {w.what: w.saved for w in what_if(line, g)}["long"] == 3000  # then `short` is what `end` waits for
 
 
+@pytest.mark.parametrize("workers", [4, 9])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_the_path_and_what_if_of_a_decoder_are_those_of_the_simulation(policy: str) -> None:
-    target = replace(PLAIN, workers=4, stream_gbps=4.0)
+def test_the_path_and_what_if_of_a_decoder_are_those_of_the_simulation(policy: str, workers: int) -> None:
+    target = replace(PLAIN, workers=workers, stream_gbps=4.0)
     made = layers(target, policy)
     line = timeline_of(made, target, calibration=lambda _s: Calibration(step_us=2.0))
     g = graph_of(line, steps_of(line)[1])
