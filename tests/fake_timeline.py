@@ -6,6 +6,7 @@ What the analysis must find in them is known, because the simulation says it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -124,5 +125,34 @@ def cut(timeline: Timeline, at: int) -> Events:
     for column in ("ready", "first_data", "end"):
         events[column] = np.minimum(events[column], at)
     events["published"][late] = 0
-    events["flags"][late] |= TraceFlag.CUT
+    events["flags"][late] |= np.uint8(TraceFlag.CUT)
     return events
+
+
+def split(timeline: Timeline) -> Timeline:
+    """The same recording of a worker with three roles: the producer reads each record's bytes as early as it can, the
+    consumer works until shortly before the end, and the storer publishes."""
+    rows = []
+    free: dict[int, int] = {}
+    for e in timeline.tasks[np.lexsort((timeline.tasks["start"], timeline.tasks["worker"]))]:
+        worker, start, ready, end = (int(e[c]) for c in ("worker", "start", "ready", "end"))
+        begin = free.get(worker, start)
+        read = min(begin + (end - ready) // 2, end)
+        free[worker] = read
+        most = ready + (end - ready) * 9 // 10
+        first = max(ready, min(read, most))
+        for role, times in (
+            (Role.PRODUCER, (begin, begin, read, read, read)),
+            (Role.CONSUMER, (start, ready, first, most, most)),
+            (Role.STORER, (start, most, most, end, int(e["published"]))),
+        ):
+            made = e.copy()
+            made["role"] = role
+            for column, value in zip(("start", "ready", "first_data", "end", "published"), times):
+                made[column] = value
+            rows.append(made)
+    tasks = np.array(rows, timeline.events.dtype)
+    events = np.concatenate([tasks, timeline.worker_steps])
+    order = np.lexsort((events["start"], events["role"], events["worker"]))
+    meta_ = replace(timeline.meta, roles=("producer", "consumer", "storer"), ring_bytes=1 << 16)
+    return replace(timeline, events=events[order], meta=meta_)

@@ -66,24 +66,38 @@ class _Builder:
 
     def _ready(self, event: int) -> None:
         """The latest of start and what it waits for. What came earlier keeps the lag that is usual for it."""
-        to, start = self._at(event, READY), self._time(event, START)
-        wait = self.time[to] - start
+        to, wait = self._at(event, READY), self._time(event, READY) - self._time(event, START)
         found = self.seen.of[event]
-        begin = self.seen.step.begin
-        waited = wait > 0 and any(start - self.hop[self._kind(a.edge)] < a.time - begin for a in found)
-        inside = None if found else self._inside(event, wait)
-        own = min(wait, self.check) if waited else 0 if inside else wait
-        self._arc(to, self._at(event, START), own, Kind.BETWEEN, event)
-        if inside:
-            self._arc(to, inside, self.time[to] - self.time[inside], Kind.INSIDE, event)
+        cause = self._cause(event, wait)
+        self._arc(to, self._at(event, START), wait if cause is None else min(wait, self.check), Kind.BETWEEN, event)
+        if cause is not None and cause[0] >= 0:
+            self._arc(to, cause[0], self.time[to] - self.time[cause[0]], cause[1], event)
         for place, a in enumerate(found):
-            kind, gap = self._kind(a.edge), self.time[to] - (a.time - begin)
+            kind, gap = self._kind(a.edge), self.time[to] - (a.time - self.seen.step.begin)
             if gap < 0:
-                self._late(event, a.source, kind, a.time - begin)
+                self._late(event, a.source, kind, a.time - self.seen.step.begin)
             else:
-                lag = gap if waited and place == 0 else min(gap, self.hop[kind])
+                lag = gap if cause is not None and place == 0 else min(gap, self.hop[kind])
                 for source in self._join(a.source).before(self.seen.rows[event]):
                     self._arc(to, source, lag, kind, event)
+
+    def _cause(self, event: int, wait: int) -> tuple[int, Kind] | None:
+        """What a wait was for: None for nothing that is known, point -1 for the latest publication along its edges,
+        else the point, and its kind."""
+        found = self.seen.of[event]
+        if wait <= 0:
+            return None
+        if not found:
+            inside = self._inside(event)
+            return None if inside is None else (inside, Kind.INSIDE)
+        kind, published = self._kind(found[0].edge), found[0].time - self.seen.step.begin
+        if published + self.hop[kind] <= self._time(event, START):
+            return None
+        if kind == Kind.VALUE and published > self._time(event, READY):  # it needed the first values only
+            points = [self._at(found[0].last, k) for k in (START, READY, DATA, END)]
+            begun = [p for p in points if self.time[p] < self._time(event, READY)]
+            return (begun[-1], kind) if begun else None
+        return -1, kind
 
     def _late(self, event: int, source: int, kind: Kind, published: int) -> None:
         """An event that went on before all of it was published: by value it may, element by element, but not to end."""
@@ -142,11 +156,11 @@ class _Builder:
                 checks.append(ready - start)
         return usual, round(statistics.median(checks)) if checks else 0
 
-    def _inside(self, event: int, wait: int) -> int | None:
+    def _inside(self, event: int) -> int | None:
         """The point of another role of the same worker that a wait was for: the record's own upstream role, else the
         record that the roles behind were at."""
         row, ready = self.seen.rows[event], self._time(event, READY)
-        if wait <= 0 or row % ROLES in WAITING_ROLES:
+        if row % ROLES in WAITING_ROLES:
             return None
         mine = [p for p in self.partners[event] if self.seen.rows[p] % ROLES in self._upstream(event)]
         if mine:
