@@ -24,7 +24,7 @@ from megakernel.model_table import CHECKS, model_rows
 from megakernel.opening import build, planned_target, target_and_compiler
 from megakernel.origin import open_origin
 from megakernel.output import Output
-from megakernel.report.commands import calibrate_command
+from megakernel.report.commands import calibrate_command, show_comparison
 from megakernel.sampling import SamplingParams
 from megakernel.scheduler.calibration import Calibration
 from megakernel.scheduler.schedule import Schedule
@@ -371,8 +371,13 @@ def bisect_command(
 @reported
 def profile_command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model as for `generate`, or timeline.json of an earlier profile.")
-    ],
+        str | None,
+        typer.Argument(metavar="MODEL", help="A model as for `generate`, or timeline.json of an earlier profile."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Record nothing: say what changed from one timeline.json to another."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 16,
     context: Annotated[int, typer.Option(help="Tokens in the cache before them.")] = 32,
     step_range: Annotated[
@@ -390,6 +395,12 @@ def profile_command(
     as_json: Json = False,
 ) -> None:
     """Record what every worker and role does in some decode steps: a timeline as JSON, a Perfetto trace, a page."""
+    if (model is None) == (compare is None):
+        raise InvalidRequest("profile: expected either MODEL or --compare A B")
+    if compare is not None:
+        return show_comparison(*compare, as_json)
+    assert model is not None
+    ceiling = None
     with Stages(as_json) as progress:
         if model.endswith(".json"):
             timeline = Timeline.load(model)
@@ -399,8 +410,9 @@ def profile_command(
                 max_context=profiles.room(steps, context), trace=True, progress=progress,
             ) as llm:  # fmt: skip
                 timeline = profiles.record(llm, steps, context)
+            ceiling = profiles.ceiling_gbps(timeline)
         timeline = profiles.part(timeline, step_range)
-        made = profiles.write(timeline, output or Path(f"profile-{timeline.meta.program}"))
+        made = profiles.write(timeline, output or Path(f"profile-{timeline.meta.program}"), ceiling)
     facts = profiles.summary(made)
     if as_json:
         emit(facts)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megakernel.bench import plain_read_gbps
 from megakernel.errors import DeviceFault, InvalidRequest, TimelineError
 from megakernel.llm import LLM
 from megakernel.perfetto_file import write_perfetto
+from megakernel.report import write_html
 from megakernel.sampling import SamplingParams
 from megakernel.tasks.record import Role
 from megakernel.timeline import Timeline
@@ -23,12 +23,12 @@ WARM_STEPS = 8  # decoded before the recording
 
 @dataclass(frozen=True)
 class Profile:
-    """What was written. `report` is None where this build has no module for the page."""
+    """What was written."""
 
     timeline: Timeline
     json: Path
     perfetto: Path
-    report: Path | None
+    report: Path
 
 
 def room(steps: int, context: int) -> int:
@@ -61,17 +61,24 @@ def record(llm: LLM, steps: int, context: int, warm: int = WARM_STEPS) -> Timeli
     return llm.stop_recording()
 
 
-def write(timeline: Timeline, folder: Path) -> Profile:
-    """Write all forms of a timeline into `folder`, made if need be. Raises MissingExtra, TimelineError."""
+def ceiling_gbps(timeline: Timeline) -> float | None:
+    """The rate of a plain read of a step's bytes by as many threads, measured now; None where this is not the device
+    that ran it."""
+    nbytes = sum(n.stream_bytes for n in timeline.nodes)
+    if timeline.meta.backend != "cpu" or not nbytes:
+        return None
+    return plain_read_gbps(int(nbytes), timeline.meta.workers)
+
+
+def write(timeline: Timeline, folder: Path, ceiling: float | None = None) -> Profile:
+    """Write all forms of a timeline into `folder`, made if need be. `ceiling`: measured read rate for the page, GB/s.
+    Raises MissingExtra, TimelineError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise TimelineError(f"cannot make the folder {folder}: {e.strerror or e}; choose another --output") from e
     saved = timeline.save(folder / "timeline.json")  # first: it is what the others can be made of again
-    page: Path | None = None
-    if importlib.util.find_spec("megakernel.report") is not None:
-        page = folder / "report.html"
-        importlib.import_module("megakernel.report").write_html(timeline, page)
+    page = write_html(timeline, folder / "report.html", ceiling_gbps=ceiling)
     return Profile(timeline, saved, write_perfetto(timeline, folder / "timeline.pftrace"), page)
 
 
@@ -111,5 +118,5 @@ def summary(profile: Profile) -> dict[str, Any]:
         "clock": m.alignment.clock, "drift_ns": max(m.alignment.drift_ns, default=0.0),
         "worst_hop_ns": m.alignment.worst_hop_ns, "fault": m.fault.text if m.fault else None,
         "timeline": str(profile.json), "perfetto": str(profile.perfetto),
-        "report": str(profile.report) if profile.report else None, "operators": operator_rows(t),
+        "report": str(profile.report), "operators": operator_rows(t),
     }  # fmt: skip
