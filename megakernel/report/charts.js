@@ -90,7 +90,8 @@ function shareBars(label, shares, total, fill) {
 function axis(made, left, top, width, height, xs, ys) {
   made.append(drawing("path", { d: `M${left},${top}V${top + height}H${left + width}`, fill: "none", stroke: "#8b93a1" }));
   for (const [at, words] of xs) {
-    made.append(drawing("text", { x: left + at * width, y: top + height + 14, "text-anchor": "middle" }, words));
+    const anchor = at < 0.05 ? "start" : at > 0.95 ? "end" : "middle";
+    made.append(drawing("text", { x: left + at * width, y: top + height + 14, "text-anchor": anchor }, words));
   }
   for (const [at, words] of ys) {
     made.append(drawing("text", { x: left - 5, y: top + height * (1 - at) + 4, "text-anchor": "end" }, words));
@@ -108,10 +109,10 @@ function ratesChart(r, length) {
   made.append(drawing("path", {
     d: `M${left},${y(0)}${points.join("")}H${left + width}V${y(0)}Z`, fill: "#cfe0fa", stroke: "#2f6fde", "stroke-width": 1,
   }));
-  for (const [gbps, words, stroke] of [[r.ceiling, "ceiling", "#b3261e"], [r.mean, "mean", "#5d6675"]]) {
+  for (const [gbps, words, stroke, at] of [[r.ceiling, "ceiling", "#b3261e", width], [r.mean, "mean", "#5d6675", 130]]) {
     if (!gbps) continue;
     made.append(drawing("line", { x1: left, x2: left + width, y1: y(gbps), y2: y(gbps), stroke, "stroke-dasharray": "5 4" }));
-    made.append(drawing("text", { x: left + width, y: y(gbps) - 3, "text-anchor": "end" }, `${words} ${number(gbps)} GB/s`));
+    made.append(drawing("text", { x: left + at, y: y(gbps) - 3, "text-anchor": "end" }, `${words} ${number(gbps)} GB/s`));
   }
   return made;
 }
@@ -119,7 +120,7 @@ function ratesChart(r, length) {
 function histogram(h) {
   const made = svg(420, 150, `Latencies of ${h.kind}`), left = 40, top = 8, width = 370, height = 115;
   const most = Math.max(1, ...h.counts), bins = h.counts.length;
-  axis(made, left, top, width, height, [0, 1, 2, 3, 4].map((f) => [f * 0.235 + 0.03, time(h.edges[Math.round(f * bins / 4)])]),
+  axis(made, left, top, width, height, [0, 1, 2, 3, 4].map((f) => [f / 4, time(h.edges[Math.round(f * bins / 4)])]),
     [[1, String(most)]]);
   h.counts.forEach((count, i) => {
     const wide = width / bins;
