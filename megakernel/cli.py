@@ -24,6 +24,7 @@ from megakernel.model_table import CHECKS, model_rows
 from megakernel.opening import build, planned_target, target_and_compiler
 from megakernel.origin import open_origin
 from megakernel.output import Output
+from megakernel.report import analysis
 from megakernel.report.commands import calibrate_command, show_comparison
 from megakernel.sampling import SamplingParams
 from megakernel.scheduler.calibration import Calibration
@@ -415,7 +416,7 @@ def profile_command(
         made = profiles.write(timeline, output or Path(f"profile-{timeline.meta.program}"), ceiling)
     facts = profiles.summary(made)
     if as_json:
-        emit(facts)
+        emit(facts | {"analysis": analysis.summary(timeline, ceiling_gbps=ceiling)})
     else:
         _print_profile(facts)
     if timeline.meta.fault is not None:

@@ -150,11 +150,22 @@ def _target(timeline: Timeline) -> Target:
 
 
 def _working(timeline: Timeline, steps: Sequence[Step]) -> Events:
-    """One event for each record and step, in order of row and start: of several roles the consumer's."""
+    """One event for each record and step, in order of row and start: of several roles the consumer's, until the last
+    of them has published."""
     events = timeline.tasks
     events = events[np.isin(events["step"], [s.number for s in steps])]
     if timeline.meta.roles != ("worker",):
-        events = events[events["role"] == Role.CONSUMER]
+        events = events[events["role"] != Role.PRODUCER]
+        keys = [events[c] for c in ("tile_begin", "record", "step", "worker")]
+        order = np.lexsort([finish(events), *keys])
+        events = events[order]
+        same = np.logical_and.reduce([np.diff(k[order].astype(np.int64)) == 0 for k in keys])
+        group = np.concatenate(([0], np.cumsum(~same)))
+        last = np.zeros(int(group[-1]) + 1 if len(events) else 0, np.int64)
+        np.maximum.at(last, group, finish(events))
+        consumers = events["role"] == Role.CONSUMER
+        events, last = events[consumers].copy(), last[group[consumers]]
+        events["published"] = last
     kept: Events = events[np.lexsort((events["start"], row_of(events)))]
     return kept
 

@@ -16,13 +16,14 @@ import numpy as np
 
 from megakernel.errors import TimelineError
 from megakernel.report.analysis import Analysis, analyse, shown_steps
+from megakernel.report.arrivals import WAITING_ROLES
 from megakernel.report.breakdown import Share
 from megakernel.report.critical import edge_of_hop, hop_name
 from megakernel.report.graph import HOPS, Kind
 from megakernel.report.hops import histogram
 from megakernel.report.lookahead import BEHIND
 from megakernel.report.steps import finish, row_names, row_of
-from megakernel.tasks.record import NONE, NONE64
+from megakernel.tasks.record import NONE, NONE64, Role, TraceFlag
 from megakernel.timeline import KINDS, TIMES, Events, Timeline, TimelineNode
 
 MOST_EVENTS = 80_000  # in the picture of one page; about 8 MB
@@ -240,6 +241,8 @@ def _picture(timeline: Timeline, a: Analysis | None) -> dict[str, Any]:
             for n in timeline.nodes
         ],
         "edges": {c: timeline.edges[c].tolist() for c in timeline.edges.dtype.names or ()}, "kinds": KINDS,
+        "waiting": list(WAITING_ROLES), "producer": Role.PRODUCER,
+        "flags": {"cut": TraceFlag.CUT, "by_value": TraceFlag.BY_VALUE},
         "events": _columns(events, place, origin, _slack(a)),
     }  # fmt: skip
 

@@ -3,7 +3,7 @@
 const picture = (() => {
   const t = data.timeline, events = decode(t.events), count = t.events.count;
   const canvas = document.getElementById("canvas"), pen = canvas.getContext("2d");
-  const LEFT = 130, TOP = 24, ROW = t.rows.length > 40 ? 12 : t.rows.length > 8 ? 22 : 40, MOST_HEIGHT = 560;
+  const LEFT = 130, TOP = 24, ROW = t.rows.length > 40 ? 12 : t.rows.length > 8 ? 22 : 40, MOST_HEIGHT = 560, LISTED = 40;
   const end = (i) => events.start[i] + events.length[i];
   let last = 0;
   for (let i = 0; i < count; i++) last = Math.max(last, end(i));
@@ -36,8 +36,10 @@ const picture = (() => {
   const nameAt = (i) => `${t.nodes[events.node[i]][0]} ${events.tile_begin[i]}+${events.tile_count[i]}`;
 
   // ---------------------------------------------------------------------------------------------- edges
-  // What a record waited for, or (forward) who waited for it: [event, kind, counter], the last to publish first.
+  // What a record waited for, or (forward) who waited for it: [event, kind, counter], the last to end first. Of a record's
+  // roles those wait that the analysis takes for it; the one that ends last publishes.
   function neighbours(i, forward) {
+    if (forward ? events.role[i] === t.producer : !t.waiting.includes(events.role[i])) return [];
     const mine = forward ? "producer" : "consumer", other = forward ? "consumer" : "producer", out = new Map();
     const first = events.tile_begin[i], stop = first + events.tile_count[i], e = t.edges;
     for (let k = 0; k < e.kind.length; k++) {
@@ -45,7 +47,10 @@ const picture = (() => {
       if (e[`${mine}_first`][k] >= stop || e[`${mine}_first`][k] + e[`${mine}_count`][k] <= first) continue;
       const from = e[`${other}_first`][k], to = from + e[`${other}_count`][k];
       for (const j of nodes.get(`${events.step[i]}.${e[other][k]}`) || []) {
-        if (events.tile_begin[j] < to && events.tile_begin[j] + events.tile_count[j] > from) out.set(j, [j, t.kinds[e.kind[k]], e.counter[k]]);
+        if (events.tile_begin[j] >= to || events.tile_begin[j] + events.tile_count[j] <= from) continue;
+        if (forward ? !t.waiting.includes(events.role[j]) : events.role[j] === t.producer) continue;
+        const key = `${events.worker[j]}.${events.record[j]}.${events.tile_begin[j]}`, known = out.get(key);
+        if (!known || end(j) > end(known[0])) out.set(key, [j, t.kinds[e.kind[k]], e.counter[k]]);
       }
     }
     return [...out.values()].sort((a, b) => end(b[0]) - end(a[0]));
@@ -91,7 +96,7 @@ const picture = (() => {
     if (marks[3] - Math.max(marks[2], LEFT) > 46 && tall > 11) {
       label(nameAt(i), Math.max(marks[2], LEFT) + 4, marks[3], top + tall / 2 + 4);
     }
-    if (events.flags[i] & 4) {
+    if (events.flags[i] & t.flags.cut) {
       pen.fillStyle = "#b3261e";
       pen.fillRect(marks[3] - 3, top, 3, tall);
     }
@@ -147,9 +152,9 @@ const picture = (() => {
   function drawChosen() {
     const i = view.chosen, middle = (j) => y(events.row[j]) + ROW / 2;
     pen.strokeStyle = "#0b63c5";
-    for (const [j] of neighbours(i, false)) line(x(end(j)), middle(j), x(events.start[i] + events.ready[i]), middle(i));
+    for (const [j] of neighbours(i, false).slice(0, LISTED)) line(x(end(j)), middle(j), x(events.start[i] + events.ready[i]), middle(i));
     pen.strokeStyle = "#b5379f";
-    for (const [j] of neighbours(i, true)) line(x(end(i)), middle(i), x(events.start[j] + events.ready[j]), middle(j));
+    for (const [j] of neighbours(i, true).slice(0, LISTED)) line(x(end(i)), middle(i), x(events.start[j] + events.ready[j]), middle(j));
     pen.strokeStyle = "#1d2330";
     pen.lineWidth = 2;
     pen.strokeRect(x(events.start[i]), y(events.row[i]), Math.max(2, x(end(i)) - x(events.start[i])), ROW - 1);
@@ -225,9 +230,9 @@ const picture = (() => {
   function describe(i) {
     const node = t.nodes[events.node[i]], s = events.start[i];
     const waits = neighbours(i, false), signals = neighbours(i, true);
-    const rowsOf = (list) => list.slice(0, 40).map(([j, kind, counter]) => [link(j), String(events.worker[j]),
+    const rowsOf = (list) => list.slice(0, LISTED).map(([j, kind, counter]) => [link(j), String(events.worker[j]),
       kind === "counter" ? `counter ${counter}` : kind, time(end(j) - s)]);
-    const more = (list) => list.length > 40 ? element("p", {}, `and ${list.length - 40} more`) : "";
+    const more = (list) => list.length > LISTED ? element("p", {}, `and ${list.length - LISTED} more`) : "";
     const record = [
       ["record", `${events.record[i]} of ${t.rows[events.row[i]]}, step ${events.step[i]}`],
       ["task", `${node[2]}, layer ${node[3] < 0 ? "none" : node[3]}`],
@@ -236,7 +241,7 @@ const picture = (() => {
       ["waited for others", time(events.ready[i])],
       ["waited for data", time(events.first_data[i] - events.ready[i])],
       ["worked", time(events.end[i] - events.first_data[i])],
-      ["until published", events.flags[i] & 4 ? "never: cut by the fault" : time(events.published[i] - events.end[i])],
+      ["until published", events.flags[i] & t.flags.cut ? "never: cut by the fault" : time(events.published[i] - events.end[i])],
       ["longest wait", events.waited[i] ? `${time(events.waited[i])}${waitedFor(i)}` : "none"],
       ["slack", events.slack[i] < 0 ? "not known of this step" : time(events.slack[i])],
       ["critical path", onPath.has(idOf(i)) ? "yes" : "no"],
@@ -253,7 +258,7 @@ const picture = (() => {
 
   function waitedFor(i) {
     if (events.counter[i] < 0) return "";
-    if (events.flags[i] & 1) return `, for values of ${(t.nodes[events.counter[i]] || ["?"])[0]}`;
+    if (events.flags[i] & t.flags.by_value) return `, for values of ${(t.nodes[events.counter[i]] || ["?"])[0]}`;
     return `, for counter ${events.counter[i]}`;
   }
 

@@ -91,9 +91,7 @@ def _valid(name: str, value: Any) -> bool:
     if name in ("target", "source"):
         return isinstance(value, str)
     if name in ("task_scale", "overhead_us"):
-        return isinstance(value, dict) and all(
-            _number(v) and (v >= 0 or name == "overhead_us") for v in value.values()
-        )
+        return isinstance(value, dict) and all(_number(v) and (v >= 0 or name == "overhead_us") for v in value.values())
     if value is None:
         return name != "step_us"
     return _number(value) and (value > 0 if name in ABOVE_ZERO else value >= 0)

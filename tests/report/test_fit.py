@@ -79,7 +79,7 @@ def test_the_operator_that_differs_most_comes_first() -> None:
 
 def test_a_calibration_of_split_roles_predicts_too() -> None:
     p = predict(split(recorded()))
-    assert abs(p.error) < 0.2
+    assert abs(p.error) < 0.01
 
 
 def test_the_schedule_of_a_timeline_is_the_one_that_ran() -> None:

@@ -24,6 +24,7 @@ from megakernel.tasks.record import NONE, Role
 from megakernel.timeline import EDGE, VALUE, Timeline
 from tests.fake_timeline import FIRST_STEP, split, table, timeline_of
 from tests.report.test_analysis import PLAIN, chain, layers, random_timeline
+from tests.unit import test_flow
 from tests.unit.test_scheduler_fakes import node
 
 
@@ -168,6 +169,19 @@ def test_values_may_be_used_before_all_of_them_are_there() -> None:
         (0, Kind.WORK, 900), (0, Kind.WORK, 100), (1, Kind.WORK, 500),
     ]  # fmt: skip
     assert path_by(parts, path_names(line, g)) == {"make": 1000, "end": 500}
+
+
+def test_a_recording_as_a_kernel_with_roles_leaves_it() -> None:
+    line = test_flow.timeline(test_flow.events_of(6))
+    a = analyse(line)
+    assert tuple(a.graph.replay()) == a.graph.time and a.graph.late == 0
+    assert sum(p.end - p.begin for p in a.path) == a.step.length
+    b = a.breakdown
+    assert b.rows == 3 * test_flow.WORKERS and sum(s.total for s in b.operators) + b.header + b.idle == b.total
+    assert {h.kind for h in a.hops} >= {"value"} and a.lookahead.lead_records
+    assert a.rates.stream_bytes == pytest.approx(
+        sum(n.stream_bytes for n in line.nodes if n.task in ("matmul", "attention"))
+    )
 
 
 # ---------------------------------------------------------------------------------------------- all of it

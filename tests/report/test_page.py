@@ -21,6 +21,7 @@ from megakernel.report.page import html, payload
 from megakernel.report.steps import steps_of
 from megakernel.scheduler.calibration import Calibration
 from megakernel.settings import read_settings
+from megakernel.tasks.record import Role
 from megakernel.timeline import Timeline, TimelineFault
 from tests.fake_timeline import FIRST_STEP, cut, split, timeline_of
 from tests.report.browser import opened, started
@@ -218,7 +219,9 @@ def test_a_recording_that_a_fault_ended_opens_at_the_fault(browser: Any, tmp_pat
         shown = page.evaluate("document.getElementById('step').value")
         assert int(shown) == FIRST_STEP + 5
         index = page.evaluate(
-            "(() => { let i = picture.count - 1; while (i >= 0 && !(picture.events.flags[i] & 4)) i--; return i; })()"
+            """(() => { let i = picture.count - 1, cut = data.timeline.flags.cut;
+            while (i >= 0 && !(picture.events.flags[i] & cut)) i--;
+            return i; })()"""
         )
         assert index >= 0
         page.evaluate(f"picture.select({index}, true)")
@@ -244,9 +247,22 @@ def test_hostile_names_are_text(browser: Any, tmp_path: Path) -> None:
 
 
 def test_three_roles_have_rows_and_a_lead(browser: Any, tmp_path: Path) -> None:
-    with opened(browser, write_html(split(recorded()), tmp_path / "report.html")) as page:
+    line = split(recorded())
+    with opened(browser, write_html(line, tmp_path / "report.html")) as page:
         assert page.evaluate("data.timeline.rows.length") == 12
         assert "had read ahead" in page.inner_text("#lookahead")
+        count = page.evaluate(
+            """(() => { const e = picture.events, t = data.timeline, out = {};
+            for (let i = 0; i < picture.count; i++) {
+              if (e.step[i] !== t.typical || e.worker[i] || t.nodes[e.node[i]][0] !== "layer 1 qkv") continue;
+              const waits = picture.neighbours(i, false).map((n) => e.role[n[0]]);
+              out[e.role[i]] = [waits, picture.neighbours(i, true).length];
+            }
+            return out; })()"""
+        )
+        assert count[str(int(Role.PRODUCER))] == [[], 0]
+        assert count[str(int(Role.CONSUMER))] == [[Role.STORER] * 4, 4]  # all of four workers, each once
+        assert count[str(int(Role.STORER))] == [[], 4]
 
 
 def test_the_watch_over_a_page_can_go_red(browser: Any, tmp_path: Path) -> None:
