@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -224,6 +224,7 @@ def schedule_command(
     )  # fmt: skip
     figures = Calibration.load(calibration) if calibration else Calibration()
     figures.check_target(goal.name)
+    goal = replace(goal, source=figures.source or goal.source)
     said = simulate(made.schedule, goal, context, figures)
     hops = share_of_hops(made.schedule, goal, context, figures)
     if worker is not None and not 0 <= worker < made.schedule.workers:

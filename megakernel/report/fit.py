@@ -92,6 +92,7 @@ def calibrate(timeline: Timeline, steps: Sequence[Step] | None = None) -> Calibr
     edges = [ns for kind, ns in found.items() if kind != HEADER]
     return Calibration(
         target=target.name, stream_gbps=gbps, worker_gflops=flops, hop_us=max(0.0, max(edges)) / 1e3 if edges else None,
+        signal_us=0.0,  # turns at a counter are part of the hops
         task_us=max(0.0, task_us), step_us=_step_us(events, chosen), task_scale=scale, overhead_us=overhead,
         source=f"{timeline.meta.program} on {timeline.meta.device}, {len(chosen)} steps",
     )  # fmt: skip

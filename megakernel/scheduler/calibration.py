@@ -36,6 +36,7 @@ class Calibration:
     stream_gbps: float | None = None
     worker_gflops: float | None = None
     hop_us: float | None = None
+    signal_us: float | None = None
     task_us: float | None = None
     step_us: float = 0.0
     task_scale: Mapping[str, float] = field(default_factory=dict)

@@ -52,7 +52,7 @@ def test_schedule_uses_a_calibration(trace: Path, tmp_path: Path) -> None:
     Calibration(target="cpu-avx2", stream_gbps=40.0, source="a test").save(kept)
     arguments = ("schedule", "smollm2-135m", "--workers", "2", "--calibration", kept, "--json")
     fast = lines(run(*arguments, "--target", "cpu-avx2"))[-1]
-    assert fast["makespan_us"] < 0.6 * plain["makespan_us"]
+    assert fast["makespan_us"] < 0.6 * plain["makespan_us"] and fast["figures"] == "a test"
     refused = run(*arguments, "--target", "cpu-avx512")
     assert refused.exit_code == 1 and "measured on cpu-avx2 (a test), not on cpu-avx512" in refused.stderr
 
