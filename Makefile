@@ -32,6 +32,7 @@ $(VENV)/dev: $(VENV)/core
 	@$(PIP) install -e ".[dev]"
 	@sh tests/install_clang.sh
 	@command -v ld.lld-22 >/dev/null || $(PIP) install -e ".[compiler]"
+	@sh tests/install_browser.sh
 	@touch $@
 
 $(VENV)/bench: $(VENV)/dev

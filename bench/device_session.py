@@ -175,17 +175,21 @@ def randomise(run: Runtime) -> None:
         torch.cuda.synchronize()
 
 
+def loaded(config: Mapping[str, Any], device: Any, program: Program) -> Runtime:
+    """A runtime whose matrices `randomise` fills."""
+    original, runtime_module.pack_weights = runtime_module.pack_weights, random_pack
+    try:
+        weights = random_weights(build_graph(config), seed=0, dtype="bf16")
+        return Runtime(program, device, weights.read, spin_budget_ns=1_000_000_000)
+    finally:
+        runtime_module.pack_weights = original
+
+
 def time_shape(name: str, contexts: Sequence[int], steps: int = 120, **options: Any) -> None:
     config = shape_config(name)
     print(f"{name}:")
     device, program = build(config, dtype="bf16", max_context=max(contexts) + 2 * steps, max_slots=1, **options)
-    original, runtime_module.pack_weights = runtime_module.pack_weights, random_pack
-    try:
-        weights = random_weights(build_graph(config), seed=0, dtype="bf16")
-        run = Runtime(program, device, weights.read, spin_budget_ns=1_000_000_000)
-    finally:
-        runtime_module.pack_weights = original
-    m = program.manifest
+    run, m = loaded(config, device, program), program.manifest
     try:
         for context in contexts:
             run.reset()
@@ -212,82 +216,6 @@ def time_shape(name: str, contexts: Sequence[int], steps: int = 120, **options: 
         run.close()
 
 
-POINTS = ("start", "weights", "input", "end", "end7", "store0", "store", "copy0", "copy")
-
-
-def print_cycles(program: Program, node_of: Any, raw: Any) -> None:
-    """Cycles of the matrix products of one layer, mean over workers."""
-    nodes = program.manifest.nodes
-    print("  cycles of a record: waiting for weights, handing over, all, for the input; storer after its sums")
-    done = set()
-    for node, info in enumerate(nodes):
-        key = f"{info.task} {info.name.split('.')[-1]}"
-        if info.layer not in (-1, nodes[len(nodes) // 2].layer) or info.task != "matmul" or key in done:
-            continue
-        done.add(key)
-        at = list(zip(*np.nonzero(node_of == node), strict=True))
-        tiles = np.mean([program.records["tile_count"][w, i] for w, i in at])
-        cycles = " ".join(f"{np.mean([raw[w, p, i] for w, i in at]):9.0f}" for p in range(9, 14))
-        print(f"    {key:32s} tiles {tiles:6.2f} {cycles}")
-
-
-def trace_shape(name: str, context: int, steps: int = 40) -> None:
-    """Where a step's time goes: per node, medians over layers of when the mean and the last worker passed a point."""
-    config = shape_config(name)
-    device, program = build(config, dtype="bf16", max_context=context + 2 * steps, max_slots=1, trace=True)
-    original, runtime_module.pack_weights = runtime_module.pack_weights, random_pack
-    try:
-        weights = random_weights(build_graph(config), seed=0, dtype="bf16")
-        run = Runtime(program, device, weights.read, spin_budget_ns=1_000_000_000)
-    finally:
-        runtime_module.pack_weights = original
-    m = program.manifest
-    size = m.workers * 16 * 256
-    run._buffers["trace"] = device.allocate(size * 8)
-    run.reset()
-    randomise(run)
-    device.fill(run._buffers["trace"], 0)
-    admit(run, 0, [1], context + steps, start=context)
-    run.launch(steps - 2)
-    run.finish(30.0)
-    gaps = np.diff(run.events()["time_ns"].astype(np.int64))[10:] / 1000.0
-    print(f"{name}, context {context}: {np.median(gaps):.1f} us with the timeline on")
-    raw = device.download(run._buffers["trace"], 0, size * 8).view(np.int64).reshape(m.workers, 16, 256)
-    node_of = np.where(program.records["opcode"] == 0xFFFF, -1, program.records["node"].astype(np.int64))
-    first = None
-    table: dict[str, list[list[float]]] = {}
-    previous = None
-    for node, info in enumerate(m.nodes):
-        at = [(w, i) for w, i in zip(*np.nonzero(node_of == node))]
-        times = np.array([[raw[w, p, i] for p in range(9)] for w, i in at], np.float64)
-        times[times == 0] = np.nan
-        first = np.nanmin(times[:, 0]) if first is None else first
-        with np.errstate(all="ignore"):
-            ends = np.fmax(times[:, 3], times[:, 6])
-        base = first if previous is None else previous
-        row = [len(at)]
-        for p in (1, 2, 3, 6, 7, 8):
-            row += (
-                [np.nanmean(times[:, p]) - base, np.nanmax(times[:, p]) - base]
-                if not np.isnan(times[:, p]).all()
-                else [np.nan, np.nan]
-            )
-        table.setdefault(f"{info.task} {info.name.split('.')[-1]}", []).append(row)
-        previous = np.nanmax(ends)
-    print(
-        f"  whole: {(previous - first) / 1000:.1f} us; microseconds after the last end of the node before: mean, last"
-    )
-    print("  " + " " * 32 + "  n " + "".join(f"{POINTS[p]:>15s}" for p in (1, 2, 3, 6, 7, 8)))
-    print_cycles(program, node_of, raw)
-    for key, rows in table.items():
-        r = np.nanmedian(np.array(rows)[1:] if len(rows) > 2 else np.array(rows), axis=0)
-        print(
-            f"  {key:32s} {int(r[0]):3d} "
-            + "".join(f"{r[i] / 1000:8.2f}{r[i + 1] / 1000:7.2f}" for i in range(1, 13, 2))
-        )
-    run.close()
-
-
 def main(argv: Sequence[str]) -> None:
     if argv[0] == "models":
         from bench import models
@@ -300,8 +228,6 @@ def main(argv: Sequence[str]) -> None:
     if argv[0] == "check":
         for name in argv[1:] or TINY:
             check_one(name)
-    elif argv[0] == "trace":
-        trace_shape(argv[1], int(argv[2]))
     elif argv[0] == "time":
         time_shape(argv[1], [int(c) for c in argv[2:]] or [32, 512])
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,16 +14,20 @@ import typer
 
 from megakernel import bench as benchmarks
 from megakernel import device_report
+from megakernel import profile as profiles
 from megakernel.builder.build import make_plan, plan_source
 from megakernel.checkpoint import fetch_demo
 from megakernel.devices import list_devices
-from megakernel.errors import InvalidRequest
+from megakernel.errors import InvalidRequest, MegakernelError
 from megakernel.llm import LLM, Prompt
 from megakernel.model_table import CHECKS, model_rows
 from megakernel.opening import build, planned_target, target_and_compiler
 from megakernel.origin import open_origin
 from megakernel.output import Output
+from megakernel.report import analysis
+from megakernel.report.commands import calibrate_command, show_comparison
 from megakernel.sampling import SamplingParams
+from megakernel.scheduler.calibration import Calibration
 from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.simulate import Simulation, share_of_hops, simulate
 from megakernel.serve import server_modules
@@ -31,6 +35,7 @@ from megakernel.settings import read_settings
 from megakernel.show import Stages, emit, errors, reported, size, table
 from megakernel.target import Target
 from megakernel.tasks.record import MAX_ROWS
+from megakernel.timeline import Timeline
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -207,6 +212,7 @@ def schedule_command(
     policy: Policy = "balanced",
     context: Annotated[int, typer.Option(help="Tokens in the cache, for the simulated times.")] = 512,
     worker: Annotated[int | None, typer.Option(help="Print this worker's whole queue.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Figures that `calibrate` fitted to a timeline.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the queues, their waits, and what `simulate` says of a step. Needs no compiler."""
@@ -216,7 +222,11 @@ def schedule_command(
         open_origin(model, dtype=dtype, cache=settings.cache).config, goal, dtype=dtype, kv_dtype=kv_dtype,
         max_slots=max_slots, max_context=max_context, max_rows=max_rows, policy=policy,
     )  # fmt: skip
-    said, hops = simulate(made.schedule, goal, context), share_of_hops(made.schedule, goal, context)
+    figures = Calibration.load(calibration) if calibration else Calibration()
+    figures.check_target(goal.name)
+    goal = replace(goal, source=figures.source or goal.source)
+    said = simulate(made.schedule, goal, context, figures)
+    hops = share_of_hops(made.schedule, goal, context, figures)
     if worker is not None and not 0 <= worker < made.schedule.workers:
         raise InvalidRequest(f"--worker: expected 0 to {made.schedule.workers - 1}, got {worker}")
     entries = [
@@ -359,6 +369,61 @@ def bisect_command(
     errors.print(f"all {len(found)} tensors agree; the largest error is {max(f.error for f in found):.1e}")
 
 
+@app.command("profile")
+@reported
+def profile_command(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="A model as for `generate`, or timeline.json of an earlier profile."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Record nothing: say what changed from one timeline.json to another."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 16,
+    context: Annotated[int, typer.Option(help="Tokens in the cache before them.")] = 32,
+    step_range: Annotated[
+        str | None,
+        typer.Option("--range", help="Only steps FIRST:LAST of what was recorded, the kernel's numbers."),
+    ] = None,
+    device: DeviceName = "cpu",
+    dtype: Dtype = "bf16",
+    kv_dtype: KvDtype = None,
+    workers: Workers = None,
+    policy: Policy = "balanced",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the files; default: profile-NAME.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Record what every worker and role does in some decode steps: a timeline as JSON, a Perfetto trace, a page."""
+    if (model is None) == (compare is None):
+        raise InvalidRequest("profile: expected either MODEL or --compare A B")
+    if compare is not None:
+        return show_comparison(*compare, as_json)
+    assert model is not None
+    ceiling = None
+    with Stages(as_json) as progress:
+        if model.endswith(".json"):
+            timeline = Timeline.load(model)
+        else:
+            with LLM(
+                model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=1, workers=workers, policy=policy,
+                max_context=profiles.room(steps, context), trace=True, progress=progress,
+            ) as llm:  # fmt: skip
+                timeline = profiles.record(llm, steps, context)
+            ceiling = profiles.ceiling_gbps(timeline)
+        timeline = profiles.part(timeline, step_range)
+        made = profiles.write(timeline, output or Path(f"profile-{timeline.meta.program}"), ceiling)
+    facts = profiles.summary(made)
+    if as_json:
+        emit(facts | {"analysis": analysis.summary(timeline, ceiling_gbps=ceiling)})
+    else:
+        _print_profile(facts)
+    if timeline.meta.fault is not None:
+        raise MegakernelError(f"the recording ended with a fault: {timeline.meta.fault.text}")
+
+
 @app.command()
 @reported
 def report(
@@ -451,6 +516,9 @@ def serve(
     serving.run(open_model, chosen, lambda text: errors.print(f"listening on {text}", highlight=False))
 
 
+app.command("calibrate")(calibrate_command)
+
+
 @app.command("fetch-demo")
 @reported
 def fetch_demo_command(as_json: Json = False) -> None:
@@ -509,6 +577,18 @@ def _print_stream(llm: LLM, outputs: Iterator[Output], as_json: bool) -> None:
     errors.print(
         f"{len(last.token_ids)} tokens, {last.timings.tokens_per_s:.1f} tokens/s, first token after "
         f"{last.timings.first_token_s:.3f} s, {launches}; {last.finish_reason}", highlight=False,
+    )  # fmt: skip
+
+
+def _print_profile(facts: dict[str, Any]) -> None:
+    table(("", facts["program"]), [(k, v) for k, v in facts.items() if v is not None and k != "operators"])
+    table(
+        ("operator", "records", "work, us a step", "waits for others", "waits for data"),
+        [
+            (r["operator"], r["records"], *(f"{r[k]:,.1f}" for k in ("work_us", "wait_us", "data_us")))
+            for r in facts["operators"]
+        ],
+        "mean of a worker",
     )  # fmt: skip
 
 

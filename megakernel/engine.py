@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megakernel.errors import CapacityError, DeviceFault, EngineClosed, InvalidRequest, MegakernelError
 from megakernel.kv_cache import PageAllocator
+from megakernel.recording import Recording
 from megakernel.request import Processor, Request, Token
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
@@ -113,6 +114,7 @@ class Engine:
         self._slots: list[_Occupant | None] = [None] * m.max_slots
         self._queue: deque[Request] = deque()
         self._jobs: deque[_Job[Any]] = deque()
+        self._between: deque[_Job[Any]] = deque()  # for which requests need not end
         self._changed = threading.Condition()
         self._closing = self._recovering = False
         self._failure: BaseException | None = None  # what ended the driver, if not `close`
@@ -175,6 +177,25 @@ class Engine:
             self._jobs.append(job)
             self._changed.notify_all()
         return job.wait()
+
+    def between_launches(self, function: Callable[[Runtime], T]) -> T:
+        """Run `function` on the driver thread before the next launch; requests keep their slots. It must not reset."""
+        job: _Job[T] = _Job(function)
+        with self._changed:
+            self._check_open()
+            self._between.append(job)
+            self._changed.notify_all()
+        return job.wait()
+
+    def start_recording(self, steps: int | None = None, skip: int = 0) -> None:
+        """Record the timeline from the next launch on: `steps` steps (None: until it is stopped) after `skip` of them.
+
+        Raises TimelineError when the program was built without the timeline or already records."""
+        self.between_launches(lambda runtime: runtime.start_recording(steps, skip))
+
+    def stop_recording(self) -> Recording:
+        """What was recorded until the launch that runs now ends; also what a fault cut short. Raises TimelineError."""
+        return self.between_launches(lambda runtime: runtime.stop_recording())
 
     def stats(self) -> EngineStats:
         return EngineStats(self._steps, self._launches, self._kernel_tokens, self._tokens, self._number, self._faults)
@@ -258,6 +279,7 @@ class Engine:
         error: BaseException | None = None
         try:
             while self._wait_for_work():
+                self._run_between()
                 self._run_jobs()
                 self._admit()
                 if any(self._slots):
@@ -269,9 +291,13 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when the engine closes."""
         with self._changed:
-            while not (self._closing or self._queue or self._jobs or any(self._slots)):
+            while not (self._closing or self._queue or self._jobs or self._between or any(self._slots)):
                 self._changed.wait()
             return not self._closing
+
+    def _run_between(self) -> None:
+        while self._between:
+            self._between.popleft().run(self.runtime)  # an error is the caller's
 
     def _run_jobs(self) -> None:
         if any(self._slots):
@@ -438,9 +464,10 @@ class Engine:
             self._closing = True
             self._failure = error
             left = [*self._queue, *(o.request for o in self._slots if o)]
-            jobs = list(self._jobs)
+            jobs = [*self._jobs, *self._between]
             self._queue.clear()
             self._jobs.clear()
+            self._between.clear()
         reason = error or EngineClosed("the engine was closed before the request finished")
         for request in left:
             request.fail(reason)

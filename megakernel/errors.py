@@ -83,6 +83,10 @@ class InvalidRequest(MegakernelError):
     """A request's own values are wrong: empty prompt, sampling value out of range."""
 
 
+class TimelineError(MegakernelError):
+    """A timeline cannot be read or asked for what it has not: damaged file, another version, unknown step."""
+
+
 class Cancelled(MegakernelError):
     """The request was cancelled before it finished."""
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeGuard, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.builder.build import Plan, make_plan
 from megakernel.device.device import Device
 from megakernel.devices import open_device
 from megakernel.engine import Engine, EngineStats
 from megakernel.errors import InvalidRequest
+from megakernel.flow import timeline_of
 from megakernel.opening import build, load, target_of
 from megakernel.origin import Progress, open_origin
 from megakernel.output import Encoded, Flow, Output
@@ -24,6 +26,7 @@ from megakernel.runtime import MemoryReport
 from megakernel.sampling import SamplingParams
 from megakernel.settings import Settings, read_settings
 from megakernel.tasks.record import MAX_ROWS
+from megakernel.timeline import Timeline
 
 Prompt: TypeAlias = "str | Sequence[int] | Embedded | npt.NDArray[Any]"
 
@@ -50,6 +53,7 @@ class LLM:
         kv_pages: int | None = None,
         steps_per_launch: int | None = None,
         chaos: bool = False,
+        trace: bool = False,
         settings: Settings | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -59,6 +63,7 @@ class LLM:
         inputs: prompts may have embeddings instead of tokens. hidden: what the head reads can be asked for. Either
         takes host memory for every position of every slot.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
+        trace: the kernel is one that can record its timeline.
         """
         whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))
         for name, value, low in whole:
@@ -71,11 +76,16 @@ class LLM:
         origin = open_origin(model, seed=seed, dtype=dtype, cache=chosen.cache, progress=progress)
         try:
             opened = time.perf_counter()
-            self.program = build(
-                origin, target_of(where, target, workers, chosen), where, chosen, progress,
-                dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context, max_rows=max_rows,
-                policy=policy, inputs=inputs, hidden=hidden, chaos=chaos,
-            )  # fmt: skip
+            goal = target_of(where, target, workers, chosen)
+            options: dict[str, Any] = {
+                "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
+                "max_rows": max_rows, "policy": policy, "inputs": inputs, "hidden": hidden,
+            }  # fmt: skip
+            self.program = build(origin, goal, where, chosen, progress, **options, chaos=chaos, trace=trace)
+            config = dict(origin.config)
+            self._plan: Callable[[], Plan] = lambda: make_plan(config, goal, **options)  # what records mean
+            self._model, self._device = str(model), where.availability().description
+            self._options = {**options, "workers": goal.workers}
             built = time.perf_counter()
             runtime = load(self.program, where, origin, chosen, kv_pages=kv_pages, progress=progress)
         finally:
@@ -199,6 +209,23 @@ class LLM:
 
         The first `start` + 1 tokens are a prompt, the others are forced one a launch: slow, for checking numbers."""
         return self.engine.exclusive(lambda runtime: forced_logits(runtime, token_ids, start))
+
+    def start_recording(self, steps: int | None = None, skip: int = 0) -> None:
+        """Record the timeline of the next launches: `steps` steps (None: until it is stopped) after `skip` of them.
+
+        Raises TimelineError when the model was opened without `trace`, or records already."""
+        self.engine.start_recording(steps, skip)
+
+    def stop_recording(self) -> Timeline:
+        """The timeline of what was recorded, also when a fault cut it short. Raises TimelineError."""
+        return timeline_of(
+            self.engine.stop_recording(),
+            self.program,
+            self._plan(),
+            model=self._model,
+            device=self._device,
+            options=self._options,
+        )
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

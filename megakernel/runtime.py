@@ -17,8 +17,9 @@ import numpy.typing as npt
 from megakernel.builder.program import Manifest, Program, check_abi
 from megakernel.builder.weights import Progress, Read, pack_weights
 from megakernel.device.device import Buffer, Device, Executable
-from megakernel.errors import CapacityError, DeviceFault, FaultReport, MegakernelError, ProgramError
+from megakernel.errors import CapacityError, DeviceFault, FaultReport, MegakernelError, ProgramError, TimelineError
 from megakernel.faults import decode_fault
+from megakernel.recording import Recorder, Recording
 from megakernel.target import Target, find_target
 from megakernel.tasks.record import (
     ARGS,
@@ -124,6 +125,8 @@ class Runtime:
         self.spin_budget_ns = spin_budget_ns
         self.chaos_seed = 0
         self.drop_signal = NONE  # counter whose next signal a chaos build loses
+        self._recorder: Recorder | None = None
+        self._recorded: Recording | None = None  # one that a reset ended
         self._buffers: dict[str, Buffer] = {}
         self._executable: Executable | None = None
         self._step = self._seen = self._posted = 0
@@ -157,7 +160,11 @@ class Runtime:
                 ) from e
 
     def reset(self) -> None:
-        """The state of a fresh load, weights kept: no slot active, counters zero, workspace poisoned, KV zero."""
+        """The state of a fresh load, weights kept: no slot active, counters zero, workspace poisoned, KV zero.
+
+        Steps count from one again, so a recording ends here."""
+        if self._recorder is not None:
+            self._recorded = self._end_recording(self._recorder)
         self._clear(fresh=False)
 
     def _clear(self, fresh: bool) -> None:
@@ -206,6 +213,7 @@ class Runtime:
                     "vocab": m.vocab,
                     "chaos_seed": self.chaos_seed,
                     "drop_signal": self.drop_signal,
+                    **(self._recorder.args() if self._recorder else {}),
                 }
             )
         )
@@ -229,9 +237,38 @@ class Runtime:
         self._step = int(state["step"])
         fault = self._fault()
         if fault is not None:
+            if self._recorder is not None:
+                self._recorder.fault = fault
             raise DeviceFault(fault)
         reason = ExitReason(int(state["exit"]))
         return LaunchReport(self._step, reason, int(state["steps_run"]), int(state["tokens_out"]))
+
+    # ------------------------------------------------------------------------------------------ the timeline
+    def start_recording(self, steps: int | None = None, skip: int = 0) -> None:
+        """Record `steps` steps (None: until it is stopped) of the next launches, after `skip` steps. Between launches.
+
+        Raises TimelineError when the program was built without the timeline or already records."""
+        if self._recorder is not None or self._recorded is not None:
+            raise TimelineError("a recording runs already; stop it before another is started")
+        if skip < 0:
+            raise TimelineError(f"a recording that skips {skip} steps: expected 0 or more")
+        self._recorder = Recorder(self.manifest, self.device, self._step + 1 + skip, steps)
+
+    def stop_recording(self) -> Recording:
+        """What was recorded, also when a fault or a reset ended it. Between launches. Raises TimelineError."""
+        found, self._recorded = self._recorded, None
+        if self._recorder is not None:
+            found = self._end_recording(self._recorder)
+        if found is None:
+            raise TimelineError("nothing is recorded; start a recording first")
+        return found
+
+    def _end_recording(self, recorder: Recorder) -> Recording:
+        self._recorder = None
+        try:
+            return recorder.read()
+        finally:
+            recorder.close()
 
     # ------------------------------------------------------------------------------------------ host and kernel
     def post(self, command: Mapping[str, Any]) -> bool:
@@ -332,6 +369,9 @@ class Runtime:
         if self._executable is not None:
             self._executable.close()
             self._executable = None
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
         for buffer in self._buffers.values():
             self.device.free(buffer)
         self._buffers = {}

@@ -44,6 +44,25 @@ MK_INLINE uint64_t clock_ns() {
   return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);
 }
 
+// A clock of this core that costs little to read.
+MK_INLINE uint64_t ticks() {
+#if defined(__x86_64__)
+  return __builtin_ia32_rdtsc();
+#elif defined(__aarch64__)
+  uint64_t t;
+  __asm__ volatile("mrs %0, cntvct_el0" : "=r"(t));
+  return t;
+#else
+  return clock_ns();
+#endif
+}
+
+}  // namespace megakernel::dev
+
+#include "megakernel/device/trace.cuh"
+
+namespace megakernel::dev {
+
 MK_INLINE void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -104,6 +123,10 @@ struct Worker {
   const abi::Record* record = nullptr;
   uint32_t record_index = 0;
   bool failed = false;  // this worker must leave the launch
+  [[no_unique_address]] mutable trace::Tracers tracers;
+
+  MK_INLINE bool traces() const { return true; }  // whether this lane writes
+  MK_INLINE trace::Tracer& tracer(abi::Role role) const { return tracers.of(role); }
 
   Worker(const abi::KernelArgs& a, HostLink& h, uint32_t index) : args(a), host(h), id(index) {
     random_ = (uint64_t(a.chaos_seed) << 32 | (index + 1)) * 0x9E3779B97F4A7C15u;
@@ -239,11 +262,13 @@ struct Worker {
                                            Idle idle) {
     // Who waits for a header waits for workers that wait for counters: they must be the first to report.
     const uint64_t budget = args.spin_budget_ns * (kind == abi::FaultKind::kHeaderBudget ? 2 : 1);
+    trace::wait_begins(*this, abi::Role::kWorker);
     for (uint32_t spin = 0; spin < spins_; ++spin) {
       idle();
       pause();
       if (load_acquire(p) < target) continue;
       spins_ = spins_ + spins_ / 4 < host.spins ? spins_ + spins_ / 4 : host.spins;
+      trace::waited(*this, abi::Role::kWorker, counter);
       return true;
     }
     // Perhaps who should signal has no core because this worker spins on it: next time it sleeps sooner.
@@ -251,6 +276,7 @@ struct Worker {
     for (const uint64_t began = clock_ns();;) {
       host.sleep(p, target);
       const uint64_t value = load_acquire(p);
+      trace::waited(*this, abi::Role::kWorker, counter);
       if (value >= target) return true;
       if (aborted()) {
         failed = true;

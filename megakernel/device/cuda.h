@@ -10,6 +10,7 @@
 
 #include "megakernel/device/cuda_ptx.h"
 #include "megakernel/device/cuda_values.h"
+#include "megakernel/device/trace.cuh"
 
 namespace megakernel::dev {
 
@@ -30,8 +31,6 @@ constexpr uint32_t kRecordReaders = kConsumers + 1;  // consumers and storer; th
 constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial sums and merges
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
-
-constexpr uint32_t kTracePoints = 16, kTraceRecords = 256;  // u64 [workers][kTracePoints][kTraceRecords]
 
 // Stages in the order in which they are filled.
 struct Ring {
@@ -90,6 +89,7 @@ struct alignas(128) Block {
   uint32_t header_known;     // to the producer, of its step: 0 not yet, 1 it runs, 2 the launch ends
   uint32_t failed;           // a task of this worker has reported a fault
   uint32_t dropped;          // the signal that a test wants lost has been lost
+  [[no_unique_address]] trace::RoleTracers tracers;
 };
 static_assert(sizeof(Block) <= MEGAKERNEL_SHARED_BYTES, "a block's shared memory");
 
@@ -134,6 +134,7 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     b.dropped = b.failed = b.stop = 0;
     b.words.kind = abi::FaultKind::kNone;
     b.posted = ~uint64_t(0);
+    trace::begin(b.tracers);
   }
   fence_shared_for_copies();
   __syncthreads();
@@ -242,28 +243,9 @@ struct Worker {
     __syncwarp();
   }
 
-  // Cycles of this processor, in a build with the timeline.
-  MK_DEVICE static uint64_t cycles() {
-#ifdef MEGAKERNEL_TRACE
-    return clock64();
-#else
-    return 0;
-#endif
-  }
-  MK_DEVICE void trace(uint32_t point, uint64_t value) const {
-#ifdef MEGAKERNEL_TRACE
-    if (args.trace == 0 || warp_lane() != 0 || record_index >= kTraceRecords) return;
-    reinterpret_cast<uint64_t*>(args.trace)[(uint64_t(id) * kTracePoints + point) * kTraceRecords + record_index] = value;
-#endif
-  }
-
-  // The timeline: when this warp passed a point of its record, kept for the last step.
-  MK_DEVICE void trace(uint32_t point) const {
-#ifdef MEGAKERNEL_TRACE
-    if (args.trace == 0 || warp_lane() != 0 || record_index >= kTraceRecords) return;
-    reinterpret_cast<uint64_t*>(args.trace)[(uint64_t(id) * kTracePoints + point) * kTraceRecords + record_index] = clock_ns();
-#endif
-  }
+  // The first warp speaks for the consumers.
+  MK_DEVICE bool traces() const { return threadIdx.x % 32 == 0 && (threadIdx.x == 0 || threadIdx.x >= kConsumers * 32); }
+  MK_DEVICE trace::Tracer& tracer(abi::Role role) const { return block().tracers.of(role); }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
   static constexpr uint32_t lanes() { return kConsumers * 32; }
@@ -411,6 +393,11 @@ struct Worker {
     for (uint32_t i = 1; i < kConsumers; ++i) out = f(out, memory[slot][i]);
     return out;
   }
+};
+
+// A worker as its warp left it.
+struct Loaded : Worker {
+  MK_DEVICE Loaded() { load(); }
 };
 
 // ------------------------------------------------------------------------------------------------ values that say

@@ -34,6 +34,7 @@ struct Producer {
     } else {
       ++in_flight;
     }
+    trace::ready(w, abi::Role::kProducer);
     b.copying[head.slot] = uint8_t(2 + head.parity);
     copy_to_shared(b.ring[head.slot], from, bytes, &b.full[head.slot], policy);
     head.next();
@@ -57,6 +58,7 @@ struct Consumer {
     w.save();
   }
 
+  MK_DEVICE void await() { w.wait_barrier(&block().full[ring.slot], ring.parity); }
   MK_DEVICE uint8_t* take() {
     w.wait_barrier(&block().full[ring.slot], ring.parity);
     return block().ring[ring.slot];
@@ -101,7 +103,9 @@ MK_DEVICE uint64_t* counter_of(const Worker& w, uint32_t index) {
 MK_DEVICE void wait_counters(Worker& w, const abi::Record& record) {
   for (uint32_t i = 0; i < record.wait_count; ++i) {
     const abi::Wait& wait = record.waits[i];
+    trace::wait_begins(w, abi::Role::kConsumer);
     w.wait(counter_of(w, wait.counter), wait.count * w.step, abi::FaultKind::kWaitBudget, wait.counter);
+    trace::waited(w, abi::Role::kConsumer, wait.counter);
   }
 }
 
@@ -128,9 +132,11 @@ struct Core {
     c.load();
     const abi::Record& record = *c.w.record;
     wait_counters(c.w, record);
+    trace::ready(c.w, abi::Role::kConsumer);
     T::execute(c.w, record, fields_of<T>(record));
     c.w.sync();
     if (block().failed) asm volatile("exit;");  // nothing after it may go on
+    trace::end(c.w, abi::Role::kConsumer);
     if (c.w.lane() == 0) signal_counter(c.w, record);
     c.save();
   }

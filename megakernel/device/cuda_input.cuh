@@ -91,6 +91,7 @@ struct OneRow {
     const uint32_t total = f.units * share.count * 4;  // octets
 #pragma unroll 1
     for (uint32_t base = 0; base < total; base += 32 * kOctets) fetch(w, f, share, x, gamma, base, total);
+    trace::ready(w, abi::Role::kConsumer);
     __syncwarp();
   }
 
@@ -218,6 +219,7 @@ struct ManyRows {
       }
       return false;
     }, abi::FaultKind::kValueBudget, row);
+    trace::ready(w, abi::Role::kConsumer);
 #pragma unroll
     for (uint32_t i = 0; i < kMaxChunks; ++i) {
       float v[8];

@@ -154,8 +154,6 @@ MK_DEVICE void hand_over(Consumer& c, const Input& input, const Chains (&d)[kBlo
 template <bool kHalf, template <bool> class Input>
 MK_DEVICE void consume_blocks(MatrixFlags flags) {
   constexpr bool kHigh = Input<kHalf>::kHigh;
-  const uint64_t entered = Worker::cycles();
-  uint64_t handed = 0, input_cycles = Worker::cycles();
   Consumer c;
   c.load();
   Worker& w = c.w;
@@ -167,11 +165,10 @@ MK_DEVICE void consume_blocks(MatrixFlags flags) {
 #pragma unroll
   for (uint32_t i = 0; i < kMaxChunks; ++i) offset[i] = (share.first + (i < share.count ? i : 0)) * 512 + w.warp_lane() * 16;
   Input<kHalf> input(w, rows);
-  if (w.warp() == 0) w.trace(1);
   wait_counters(w, record);
   input.begin(w, f, share, flags);
-  if (w.warp() == 0) w.trace(2);
-  input_cycles = Worker::cycles() - input_cycles;
+  if constexpr (trace::kOn) c.await();
+  trace::data(w, abi::Role::kConsumer);
 #pragma unroll 1
   for (uint32_t left = record.tile_count; left > 0; left -= tasks::least(kBlockTiles, left)) {
     Chains d[kBlockTiles] = {};
@@ -189,14 +186,7 @@ MK_DEVICE void consume_blocks(MatrixFlags flags) {
         for (uint32_t i = 0; i < kMaxChunks; ++i) multiply_chunk<kHalf>(d[t], x, i, b[i]);
       }
     }
-    const uint64_t began = Worker::cycles();
     hand_over(c, input, d, rows, flags.norm());
-    handed += Worker::cycles() - began;
-  }
-  if (w.warp() == 0) {
-    w.trace(10, handed);
-    w.trace(11, Worker::cycles() - entered);
-    w.trace(12, input_cycles);
   }
   c.save();
 }

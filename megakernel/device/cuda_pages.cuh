@@ -285,6 +285,8 @@ struct Core<tasks::Attention<kConfig>> {
         if (r >= end) break;
         fresh.put(w, f, item, r, stage, pool);
       }
+      trace::ready(w, abi::Role::kConsumer);
+      trace::data(w, abi::Role::kConsumer);
       attend(w, f, item, base, stage, run_start, held);
     }
     held.head = mine && rows <= 8 ? item.head : ~0u;

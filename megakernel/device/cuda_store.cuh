@@ -57,6 +57,7 @@ struct RowStorer {
     const uint32_t room = w.header->rows, slot = Sums::slot(s.sums_slot, room), past_rows = w.last->rows;
     const float* sums = Sums::at(room, slot);
     w.wait_barrier(&block().sums_full[slot], s.sums_parity >> slot & 1);
+    trace::ready(w, abi::Role::kStorer);
 #pragma unroll 1
     for (uint32_t r = 0; r < rows; ++r) {
       if (r > 0 && residual && active) before_it = await(w, old + uint64_t(r) * n);

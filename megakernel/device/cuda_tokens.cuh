@@ -29,6 +29,7 @@ struct Core<tasks::Sample<kConfig>> {
       if (wants_largest_only(w, s)) continue;  // `advance` finds it
       if (!waited) wait_counters(w, record);
       waited = true;
+      trace::ready(w, abi::Role::kConsumer);
       abi::Record one = record;
       one.tile_begin = s;
       one.tile_count = 1;
@@ -67,6 +68,7 @@ struct Core<tasks::Advance<kConfig>> {
       if (quick && s % kConsumers == w.warp()) take_largest(w, f, s);
     }
     if (!all) wait_counters(w, record);
+    trace::ready(w, abi::Role::kConsumer);
     if (w.lane() == 0) block().posted = posted;
     w.sync();
     if (block().failed) asm volatile("exit;");

@@ -16,6 +16,7 @@ struct Core<tasks::Embedding<kConfig>> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Embedding<kConfig>>(record);
     wait_counters(w, record);
+    trace::ready(w, abi::Role::kConsumer);
     const uint32_t first = record.tile_begin * f.tile_cols;
     const uint32_t width = tasks::least(f.cols - first, record.tile_count * f.tile_cols);
     float* out = tasks::workspace<float>(w, f.output) + first;
@@ -189,6 +190,7 @@ struct Core<tasks::Combine<kConfig>> {
       asked = true;
       return !__any_sync(0xffffffffu, again);
     }, abi::FaultKind::kValueBudget, j);
+    trace::ready(w, abi::Role::kConsumer);
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       if (j + i * step <= high) sum.add(ends[i].x, ends[i].y, value[i]);

@@ -4,6 +4,7 @@
 // Included after the generated records. Compiled and inspected for every target; see docs/amd.md for what has not run.
 #pragma once
 #include "megakernel/device/hip_matrix.h"
+#include "megakernel/device/trace.cuh"
 
 namespace megakernel::dev {
 
@@ -130,6 +131,10 @@ struct Worker {
   uint32_t record_index = 0;
   bool failed = false;  // this worker must leave the launch; the same in every lane
   Stages stages;
+  [[no_unique_address]] mutable trace::Tracers tracers;
+
+  MK_DEVICE bool traces() const { return lane() == 0; }  // whether this lane writes
+  MK_DEVICE trace::Tracer& tracer(abi::Role role) const { return tracers.of(role); }
 
   // `overflow`: memory of this worker for records that need more scratch than there is LDS.
   MK_DEVICE Worker(uint32_t index, uint64_t overflow, uint64_t overflow_bytes)
@@ -241,6 +246,7 @@ struct Worker {
   template <class Word>
   MK_DEVICE bool wait(const Word* p, uint64_t target, abi::FaultKind kind, uint32_t counter) {
     if constexpr (kChaos) delay();
+    trace::wait_begins(*this, abi::Role::kWorker);
     // Who waits for a header waits for workers that wait for counters: they must be the first to report.
     const uint64_t budget = args.spin_budget_ns * (kind == abi::FaultKind::kHeaderBudget ? 2 : 1);
     uint64_t began = 0;
@@ -257,6 +263,7 @@ struct Worker {
       return false;
     }
     acquire();
+    trace::waited(*this, abi::Role::kWorker, counter);
     return true;
   }
 

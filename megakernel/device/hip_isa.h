@@ -128,6 +128,7 @@ MK_DEVICE void store_release_system(uint32_t* p, uint32_t v) {
 // ------------------------------------------------------------------------------------------------ time
 constexpr uint64_t kTickNs = 10;  // the constant clock runs at 100 MHz; hip.py refuses a device where it does not
 MK_DEVICE uint64_t clock_ns() { return __builtin_readsteadycounter() * kTickNs; }
+MK_DEVICE uint64_t ticks() { return clock_ns(); }
 MK_DEVICE void pause() { __builtin_amdgcn_s_sleep(2); }  // 128 cycles
 MK_DEVICE void prefetch(const void*) {}
 

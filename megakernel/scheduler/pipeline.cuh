@@ -42,7 +42,9 @@ MK_DEVICE const typename T::Fields& fields_of(const abi::Record& record) {
 
 template <tasks::SimpleTask T, class F>
 MK_DEVICE void run_task(Worker& w, const abi::Record& record, F&, bool) {
-  if (queue::wait_all(w, record, [] {})) T::execute(w, record, fields_of<T>(record));
+  if (!queue::wait_all(w, record, [] {})) return;
+  trace::ready(w, abi::Role::kWorker);
+  T::execute(w, record, fields_of<T>(record));
 }
 
 // Touches the units of a walk one cache line a call.
@@ -76,10 +78,13 @@ MK_DEVICE void run_task(Worker& w, const abi::Record& record, F& feed, bool shar
   typename T::Walk walk(w, record, fields);
   Ahead<typename T::Walk> ahead{w, walk};
   if (!queue::wait_all(w, record, [&] { ahead(); })) return;
+  trace::ready(w, abi::Role::kWorker);
   typename T::State state{};
   while (walk.next(w)) {
     if (walk.unit.load) T::load(w, fields, state, walk);
-    T::consume(w, fields, state, walk, feed.template take<T>(w, walk.unit, shared));
+    void* unit = feed.template take<T>(w, walk.unit, shared);
+    trace::data(w, abi::Role::kWorker);
+    T::consume(w, fields, state, walk, unit);
     if (walk.unit.store) T::store(w, fields, state, walk);
   }
 }
@@ -97,9 +102,12 @@ MK_DEVICE void dispatch(Worker& w, const abi::Record& record, F& feed, bool shar
 template <class Tasks, class F>
 MK_DEVICE void run_record(Worker& w, const abi::Record& record, F& feed, bool shared) {
   w.record = &record;
+  trace::start(w, abi::Role::kWorker);
   dispatch<0>(w, record, feed, shared, Tasks{});
+  trace::end(w, abi::Role::kWorker);
   if (w.failed) return;
   w.sync();  // the next record may read what this one wrote, with or without a signal between them
+  trace::published(w, abi::Role::kWorker);
   queue::signal(w, record);
 }
 
@@ -175,11 +183,13 @@ MK_DEVICE void run_worker(dev::Worker& w) {
     pipeline::once(w, [&] { queue::arrive(w); });
     if (w.id == 0 && queue::roll_call(w)) pipeline::begin_launch(w, Tasks{});
     while (!w.failed && queue::begin_step(w, ++step) && pipeline::run_queue<Tasks>(w, feed)) {
+      trace::step_end(w);
       pipeline::once(w, [&] { queue::end_step(w); });
     }
+    trace::leave(w);
     pipeline::once(w, [&] { queue::leave(w); });
-  } else if (queue::begin_step(w, step + 1)) {
-    pipeline::run_queue<Tasks>(w, feed);
+  } else if (queue::begin_step(w, step + 1) && pipeline::run_queue<Tasks>(w, feed)) {
+    trace::step_end(w);
   }
   feed.drain(w);
 }

@@ -71,11 +71,13 @@ MK_DEVICE void leave(Worker& w) {
 template <class W>
 MK_DEVICE bool begin_step(W& w, uint64_t step) {
   w.record = nullptr;
+  trace::await_step(w);
   if (w.aborted()) return false;
   if (!w.wait(&launch(w)->published, step, abi::FaultKind::kHeaderBudget, abi::kNone, [] {})) return false;
   w.header = header(w, step);
   w.step = step;
   if constexpr (requires { w.keep(w.header); }) w.header = w.keep(w.header);  // a copy that is nearer
+  trace::step(w);
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 

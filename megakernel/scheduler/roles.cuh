@@ -106,12 +106,6 @@ MK_OUT_OF_LINE void done_record() {
   dev::warp_meets();
 }
 
-MK_DEVICE void trace(uint32_t point) {
-  Worker w;
-  w.load();
-  w.trace(point);
-}
-
 template <class Tasks>
 MK_DEVICE void run_consumer(bool one_step) {
   if constexpr (makes_headers(Tasks{})) {
@@ -121,9 +115,9 @@ MK_DEVICE void run_consumer(bool one_step) {
     for (;;) {
       const uint32_t opcode = next_record();
       if (opcode == abi::kEnd) break;
-      if (dev::first_warp()) trace(0);
+      trace::start(dev::Loaded(), abi::Role::kConsumer);
       dispatch<0>(opcode, []<class T>() { dev::Core<T>::consume(); }, Tasks{});
-      if (dev::first_warp()) trace(3);
+      trace::published(dev::Loaded(), abi::Role::kConsumer);
       done_record();
     }
     done_record();
@@ -138,11 +132,13 @@ MK_DEVICE void run_storer(bool one_step) {
     for (;;) {
       const uint32_t opcode = next_record();
       if (opcode == abi::kEnd) break;
-      trace(5);
       dispatch<0>(opcode, []<class T>() {
-        if constexpr (dev::Core<T>::kStores) dev::Core<T>::store();
+        if constexpr (dev::Core<T>::kStores) {
+          trace::start(dev::Loaded(), abi::Role::kStorer);
+          dev::Core<T>::store();
+          trace::published(dev::Loaded(), abi::Role::kStorer);
+        }
       }, Tasks{});
-      trace(6);
       done_record();
     }
     done_record();
@@ -188,13 +184,13 @@ MK_DEVICE void run_producer(bool one_step) {
     for (;;) {
       const uint32_t opcode = fetch_record();
       if (opcode == abi::kEnd) break;
-      trace(7);
       dispatch<0>(opcode, []<class T>() {
         if constexpr (dev::Core<T>::kProduces) {
+          trace::start(dev::Loaded(), abi::Role::kProducer);
           if (!dev::Core<T>::kNeedsHeader || step_runs()) dev::Core<T>::produce();
+          trace::published(dev::Loaded(), abi::Role::kProducer);
         }
       }, Tasks{});
-      trace(8);
       if (block().header_known == 2) break;
     }
     if (!step_runs()) break;
@@ -243,6 +239,7 @@ MK_DEVICE void copy_header(const Worker& w, uint64_t step) {
 MK_DEVICE bool fetch_header(Worker& w) {
   auto& b = block();
   const uint64_t* published = &queue::launch(w)->published;
+  trace::await_step(w);
   watch(w, [&] { return dev::load_acquire(published) >= w.step; }, abi::FaultKind::kHeaderBudget);
   dev::warp_meets();
   copy_header(w, w.step);
@@ -252,6 +249,7 @@ MK_DEVICE bool fetch_header(Worker& w) {
     b.last_workspace = w.step & 1 ? even : odd;
     dev::barrier_arrive(&b.header_full[w.step & 1]);
   }
+  trace::step(w);
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
@@ -289,6 +287,7 @@ MK_DEVICE void run_control(bool one_step) {
     }
     watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.step_done), done_parity); }, abi::FaultKind::kRingBudget);
     done_parity ^= 1;
+    trace::step_end(w);
     if (w.warp_lane() == 0) queue::end_step(w);
     dev::warp_meets();
     if (one_step) break;

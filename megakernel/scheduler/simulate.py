@@ -1,36 +1,25 @@
 """How long a step would take: a model of the machine good enough to compare schedules and to see what waits for what.
 
 A counter takes its signals one after the other, `signal_us` each; a relay reaches the counter above it a hop later.
-An entry takes max(its stream bytes / a worker's share of the bandwidth, its flops / a worker's rate) + task_us. A wait
-is over when the last producer is done, one hop later if that ran on another worker. A step whose bytes all fit into
-the cache before the memory is read from there, since each step reads the same. On a target with shared memory a
-worker streams ahead into a ring while it waits, as far as the ring and its queue allow.
+An entry takes max(its stream bytes / a worker's share of the bandwidth, its flops / a worker's rate) x task_scale +
+task_us + overhead_us. A wait is over when the last producer is done, one hop later if that ran on another worker. A
+step whose bytes all fit into the cache before the memory is read from there, since each step reads the same. On a
+target with shared memory a worker streams ahead into a ring while it waits, as far as the ring and its queue allow.
+Every worker begins step_us after the step before ended.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from megakernel.errors import ScheduleError
+from megakernel.scheduler.calibration import Calibration
 from megakernel.scheduler.schedule import Entry, Schedule
 from megakernel.target import Target
 
 RING_SHARE = 0.85  # of shared memory; the rest holds activations and barriers
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Measured figures that replace those of a target. `task_scale`: factor on the time of a task, by task name."""
-
-    stream_gbps: float | None = None
-    worker_gflops: float | None = None
-    hop_us: float | None = None
-    signal_us: float | None = None
-    task_us: float | None = None
-    task_scale: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,8 +128,10 @@ class _Worker:
 class _Run:
     def __init__(self, schedule: Schedule, target: Target, context: int, calibration: Calibration) -> None:
         c = calibration
-        self.schedule, self.target, self.context, self.scale = schedule, target, context, c.task_scale
-        self.workers = [_Worker(ahead=sum(self._bytes(e) for e in q if e.count)) for q in schedule.queues]
+        self.schedule, self.target, self.context, self.figures = schedule, target, context, c
+        self.workers = [
+            _Worker(free=c.step_us, ahead=sum(self._bytes(e) for e in q if e.count)) for q in schedule.queues
+        ]
         fits = sum(w.ahead for w in self.workers) + sum(map(self._bytes, schedule.shared)) <= target.cache_bytes
         self.stream_gbps = _pick(c.stream_gbps, target.cache_gbps if fits and target.cache_gbps else target.stream_gbps)
         self.rate = self.stream_gbps / schedule.workers * 1e3  # bytes a microsecond
@@ -235,7 +226,8 @@ class _Run:
             worker.ahead += cost.stream_bytes
         self._prefetch(worker, start - worker.free)
         missing = max(0.0, cost.stream_bytes - worker.ring)
-        busy = max(missing / self.rate, cost.flops / self.flops) * self.scale.get(node.task.name, 1.0) + self.task
+        work = max(missing / self.rate, cost.flops / self.flops) * self.figures.scale(node)
+        busy = max(0.0, work + self.task + self.figures.overhead(node))
         worker.ring = max(0.0, worker.ring - cost.stream_bytes)
         worker.ahead -= missing
         self._prefetch(worker, busy - missing / self.rate)

@@ -25,6 +25,7 @@ MAX_STOPS = 8  # stop tokens of one slot
 MAX_TOP = 20  # log-probabilities reported beside a token
 MAILBOX_ENTRIES = 64
 RING_ENTRIES = 8192
+TRACE_RINGS = 4  # of each worker: one for each role that records
 COUNTER_STRIDE = 16  # uint64_t between two counters: each has its own 128 bytes
 NONE = 0xFFFFFFFF  # no counter, no offset
 NONE64 = 0xFFFFFFFFFFFFFFFF
@@ -37,6 +38,7 @@ LIMITS: dict[str, int] = {
     "kMailboxEntries": MAILBOX_ENTRIES,
     "kRingEntries": RING_ENTRIES,
     "kCounterStride": COUNTER_STRIDE,
+    "kTraceRings": TRACE_RINGS,
 }
 
 _SCALARS: dict[str, tuple[str, str, int]] = {  # name -> (C type, numpy type, bytes)
@@ -241,7 +243,17 @@ class ExitReason(enum.IntEnum):
     FAULT = 3
 
 
-ENUMS: tuple[type[enum.IntEnum], ...] = (FaultKind, Role, CommandKind, SlotStatus, EventKind, Finish, ExitReason)
+class TraceFlag(enum.IntEnum):
+    """Bits of TraceEvent.flags."""
+
+    BY_VALUE = 1  # the longest wait was for an element's value; its counter is the node that writes it
+    TICKET = 2  # the record came from the shared list
+    CUT = 4  # the launch ended inside this event: a fault. Set by the host, where `published` is 0
+
+
+ENUMS: tuple[type[enum.IntEnum], ...] = (
+    FaultKind, Role, CommandKind, SlotStatus, EventKind, Finish, ExitReason, TraceFlag,
+)  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------- structures
 WAIT = Struct(
@@ -451,6 +463,38 @@ SAMPLE_RESULT = Struct(
     doc="What `sample` hands to `advance` for one sampled row, in the workspace.",
 )
 
+TRACE_EVENT = Struct(
+    "TraceEvent",
+    (
+        Field("worker", "u16"),
+        Field("role", "u8", doc="Role; kControl: a whole step of the worker"),
+        Field("flags", "u8", doc="TraceFlag"),
+        Field("record", "u32", doc="index in the worker's queue, kNone for a step"),
+        Field("node", "u32", doc="kNone for a step"),
+        Field("tile_begin", "u32", doc="of a step: its rows"),
+        Field("tile_count", "u32", doc="of a step: its longest context"),
+        Field("step", "u32", doc="low 32 bits of the kernel's own number"),
+        Field("start", "u64", doc="ticks: the role took the record, or began to wait for the step's header"),
+        Field("ready", "u64", doc="ticks: what it waits for was there"),
+        Field("first_data", "u64", doc="ticks: its first data was at hand. Of a step: clock_ns at `ready`"),
+        Field("end", "u64", doc="ticks: the work was done"),
+        Field("published", "u64", doc="ticks: from here on others may see it; 0 when the event is cut"),
+        Field("longest_wait", "u64", doc="ticks of the longest single wait. Of a step: clock_ns at `end`"),
+        Field("longest_wait_counter", "u32", doc="what it waited for, a counter or (by value) a node; kNone: nothing"),
+    ),
+    pad_to=80,
+    doc="One record as one role of a worker ran it, or one step of a worker.",
+)
+
+TRACE_RING = Struct(
+    "TraceRing",
+    (
+        Field("written", "u64", doc="events since recording began; the newest `trace_capacity` are there"),
+        Field("pad", "u64", 15),
+    ),
+    doc="Before the events of each worker and role.",
+)
+
 ARGS = Struct(
     "KernelArgs",
     (
@@ -469,7 +513,7 @@ ARGS = Struct(
         Field("mailbox", "u64", doc="address of Mailbox, host-visible"),
         Field("ring", "u64", doc="address of TokenRing, host-visible"),
         Field("fault", "u64", doc="address of FaultRecord, host-visible"),
-        Field("trace", "u64", doc="address of the timeline buffers, 0 when off"),
+        Field("trace", "u64", doc="address of (TraceRing, TraceEvent[trace_capacity])[workers][kTraceRings]; 0: off"),
         Field("kv_layer_stride", "u64", doc="bytes between layers of the KV pool"),
         Field(
             "workspace_stride", "u64", doc="bytes from the workspace of even steps to that of odd ones; 0: one for all"
@@ -489,6 +533,10 @@ ARGS = Struct(
         Field("inputs", "u64", doc="address of float[max_slots][max_context][cols], host-visible: rows of ids below 0"),
         Field("hidden", "u64", doc="address of float[max_slots][max_context][cols], host-visible; written by `hidden`"),
         Field("outputs", "u64", doc="address of float[max_slots][max_context][...], host-visible; 0: tokens only"),
+        Field("trace_capacity", "u32", doc="events of each ring"),
+        Field("reserved", "u32"),
+        Field("trace_first", "u64", doc="first step that is recorded"),
+        Field("trace_last", "u64", doc="last step that is recorded"),
     ),
     pad_to=256,
     doc="Everything the kernel is given. Addresses are the device's.",
@@ -496,7 +544,7 @@ ARGS = Struct(
 
 STRUCTS: tuple[Struct, ...] = (
     WAIT, RECORD, TICKET, ROW, STEP, SAMPLING, SLOT, COMMAND, MAILBOX, TOKEN_EVENT, TOKEN_RING, FAULT, LAUNCH,
-    SAMPLE_RESULT, ARGS,
+    SAMPLE_RESULT, TRACE_EVENT, TRACE_RING, ARGS,
 )  # fmt: skip
 
 OPCODE_END = 0xFFFF  # pads a queue

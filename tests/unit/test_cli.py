@@ -21,7 +21,10 @@ from tests.fake_device import FakeDevice, expected
 from tests.unit.test_engine_llm import FakeLLM, letters_tokenizer, spelled
 
 pytestmark = pytest.mark.timeout(120)
-COMMANDS = ("devices", "build", "generate", "schedule", "source", "bench", "report", "fetch-demo")
+COMMANDS = (
+    "devices", "build", "generate", "schedule", "source", "bench", "profile", "calibrate", "report",
+    "fetch-demo",
+)  # fmt: skip
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,0 +1,122 @@
+"""`megakernel profile`: decode, record some steps, write the timeline as JSON, as a Perfetto trace and as a page."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megakernel.bench import plain_read_gbps
+from megakernel.errors import DeviceFault, InvalidRequest, TimelineError
+from megakernel.llm import LLM
+from megakernel.perfetto_file import write_perfetto
+from megakernel.report import write_html
+from megakernel.sampling import SamplingParams
+from megakernel.tasks.record import Role
+from megakernel.timeline import Timeline
+
+WARM_STEPS = 8  # decoded before the recording
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was written."""
+
+    timeline: Timeline
+    json: Path
+    perfetto: Path
+    report: Path
+
+
+def room(steps: int, context: int) -> int:
+    """Tokens of context that `record` needs."""
+    return context + steps + WARM_STEPS + 2
+
+
+def part(timeline: Timeline, step_range: str | None) -> Timeline:
+    """The steps "FIRST:LAST" of a timeline, all of them without a range. Raises InvalidRequest, TimelineError."""
+    if step_range is None:
+        return timeline
+    first, colon, last = step_range.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise InvalidRequest(f"--range: expected FIRST:LAST, two step numbers, got {step_range!r}")
+    return timeline.of_steps(int(first), int(last))
+
+
+def record(llm: LLM, steps: int, context: int, warm: int = WARM_STEPS) -> Timeline:
+    """Decode one sequence after a prompt of `context` random tokens and record `steps` steps of one row each.
+
+    A fault ends the recording: the timeline that comes back names it. Raises InvalidRequest, CapacityError."""
+    m = llm.program.manifest
+    if steps < 1 or context < 1 or warm < 0:
+        raise InvalidRequest(f"profile: expected steps >= 1 and context >= 1, got {steps} and {context}")
+    prompt = np.random.default_rng(context).integers(0, m.vocab, context).tolist()
+    llm.start_recording(steps, skip=-(-context // m.max_rows) + warm)
+    request = llm.engine.submit(prompt, SamplingParams(max_tokens=warm + steps + 1, ignore_eos=True))
+    with contextlib.suppress(DeviceFault):  # it is in the recording
+        request.result()
+    return llm.stop_recording()
+
+
+def ceiling_gbps(timeline: Timeline) -> float | None:
+    """The rate of a plain read of a step's bytes by as many threads, measured now; None where this is not the device
+    that ran it."""
+    nbytes = sum(n.stream_bytes for n in timeline.nodes)
+    if timeline.meta.backend != "cpu" or not nbytes:
+        return None
+    return plain_read_gbps(int(nbytes), timeline.meta.workers)
+
+
+def write(timeline: Timeline, folder: Path, ceiling: float | None = None) -> Profile:
+    """Write all forms of a timeline into `folder`, made if need be. `ceiling`: measured read rate for the page, GB/s.
+    Raises MissingExtra, TimelineError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise TimelineError(f"cannot make the folder {folder}: {e.strerror or e}; choose another --output") from e
+    saved = timeline.save(folder / "timeline.json")  # first: it is what the others can be made of again
+    page = write_html(timeline, folder / "report.html", ceiling_gbps=ceiling)
+    return Profile(timeline, saved, write_perfetto(timeline, folder / "timeline.pftrace"), page)
+
+
+def step_us(timeline: Timeline) -> float:
+    """Median time of a whole step: from the first worker's header to that of the next step, or its end."""
+    steps = timeline.worker_steps
+    begins = {int(s): int(steps["ready"][steps["step"] == s].min()) for s in timeline.complete_steps}
+    ends = {int(s): int(steps["end"][steps["step"] == s].max()) for s in timeline.complete_steps}
+    gaps = [begins.get(s + 1, ends[s]) - begins[s] for s in begins]
+    return float(np.median(gaps)) / 1e3 if gaps else 0.0
+
+
+def operator_rows(timeline: Timeline) -> list[dict[str, Any]]:
+    """Of each operator, microseconds of a step and a worker: work, and waiting for others or for data."""
+    tasks = timeline.tasks[np.isin(timeline.tasks["step"], timeline.complete_steps)]
+    tasks = tasks[np.isin(tasks["role"], [Role.WORKER, Role.CONSUMER])]
+    share = 1e3 * max(1, len(timeline.complete_steps)) * timeline.meta.workers
+    names = np.array([n.operator for n in timeline.nodes])
+    of_event = names[tasks["node"]] if len(tasks) else np.zeros(0, str)
+    rows = []
+    for name in dict.fromkeys(names.tolist()):
+        mine = tasks[of_event == name]
+        wait = float((mine["ready"] - mine["start"]).sum()) / share
+        data = float((mine["first_data"] - mine["ready"]).sum()) / share
+        work = float((mine["published"] - mine["first_data"]).sum()) / share
+        rows.append({"operator": name, "records": len(mine), "work_us": work, "wait_us": wait, "data_us": data})
+    return rows
+
+
+def summary(profile: Profile) -> dict[str, Any]:
+    """The figures of a profile for programs."""
+    t, m = profile.timeline, profile.timeline.meta
+    return {
+        "program": m.program, "model": m.model, "target": m.target, "workers": m.workers, "context": m.context,
+        "first_step": m.first_step, "last_step": m.last_step, "complete_steps": len(t.complete_steps),
+        "step_us": step_us(t), "events": len(t.events), "events_lost": sum(m.overflow),
+        "clock": m.alignment.clock, "drift_ns": max(m.alignment.drift_ns, default=0.0),
+        "worst_hop_ns": m.alignment.worst_hop_ns, "fault": m.fault.text if m.fault else None,
+        "timeline": str(profile.json), "perfetto": str(profile.perfetto),
+        "report": str(profile.report), "operators": operator_rows(t),
+    }  # fmt: skip

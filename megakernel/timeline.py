@@ -1,0 +1,260 @@
+"""A timeline: what every worker and role did in each step of a recording, and the graph that it ran; as JSON too.
+
+Times are nanoseconds from the begin of the recording, of one clock for all workers (see `Alignment`). An event is one
+record of the schedule as one role of a worker ran it; an event of role CONTROL is a whole step of a worker. Within an
+event start <= ready <= first_data <= end <= published; one with the flag CUT was ended by a fault and has published 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from megakernel.errors import TimelineError
+from megakernel.tasks.record import NONE, TRACE_EVENT, Role, TraceFlag
+
+Events = npt.NDArray[Any]  # structured, TRACE_EVENT.dtype
+Edges = npt.NDArray[Any]  # structured, EDGE
+
+SCHEMA: Final = 1
+FORMAT: Final = "megakernel timeline"
+TIMES: Final = ("start", "ready", "first_data", "end", "published")
+COUNTER, VALUE = 0, 1  # kinds of an edge
+KINDS: Final = ("counter", "value")
+EDGE: Final = np.dtype(
+    [
+        ("producer", "<u4"), ("producer_first", "<u4"), ("producer_count", "<u4"),
+        ("consumer", "<u4"), ("consumer_first", "<u4"), ("consumer_count", "<u4"),
+        ("kind", "u1"), ("counter", "<u4"),
+    ]
+)  # fmt: skip
+EVENT_COLUMNS: Final = tuple(f.name for f in TRACE_EVENT.fields)
+
+
+@dataclass(frozen=True)
+class TimelineNode:
+    """A node of the schedule, its index in `Timeline.nodes` is the `node` of events. Bytes and flops: one step, all
+    tiles, one row, at the recording's context; `stream_bytes` are those of weights and KV."""
+
+    name: str
+    operator: str  # name without the layer: "attention.qkv"
+    task: str
+    layer: int  # -1: of none
+    tiles: int
+    stream_bytes: float
+    other_bytes: float
+    flops: float
+    fields: Mapping[str, int | float] = field(default_factory=dict)  # of its records' payload
+
+
+@dataclass(frozen=True)
+class TimelineFault:
+    """The fault that ended the recording. `text` says it in a sentence."""
+
+    kind: str
+    node: str
+    task: str
+    tile: int
+    worker: int
+    role: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How ticks became nanoseconds. Of each worker: what was added to its clock (ns against worker 0's), and how far it
+    was from a straight line against the reference. `worst_hop_ns`: the shortest time from the end of work to the
+    end of a wait for it; below zero it bounds the error of the alignment. None: no edge was recorded."""
+
+    clock: str
+    clock_hz: float
+    offset_ns: tuple[float, ...]
+    drift_ns: tuple[float, ...]
+    worst_hop_ns: float | None = None
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What ran, where, and how it was recorded."""
+
+    program: str  # name of the program
+    model: str  # as it was given: a folder, a file, "demo", a shape
+    backend: str  # "cpu", "cuda", "hip"
+    device: str  # its description
+    target: str
+    workers: int
+    roles: tuple[str, ...]  # that this backend has, without "control"
+    ring_bytes: int  # of one worker, where weights are streamed through a ring; else 0
+    alignment: Alignment
+    first_step: int  # the kernel's own numbers; 0 and -1 when no step was recorded
+    last_step: int
+    context: int  # tokens in the cache, mean over the steps
+    rows: float  # tokens computed in a step, mean over the steps
+    overflow: tuple[int, ...]  # events lost, by worker
+    options: Mapping[str, Any]  # that the program was built with: arguments of `make_plan` and "workers"
+    fault: TimelineFault | None = None
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`events`: sorted by worker, role, start; `edges`: what the kernel waits for, beside the order of each queue.
+
+    An edge says that a record with any tile of [consumer_first, + consumer_count) of node `consumer` starts its work
+    after all tiles [producer_first, + producer_count) of node `producer` are published, and by which means: of kind
+    COUNTER (`counter` is its number) or VALUE (NONE). A step begins after the last node of the step before it."""
+
+    events: Events
+    meta: Meta
+    nodes: tuple[TimelineNode, ...]
+    edges: Edges
+
+    @cached_property
+    def tasks(self) -> Events:
+        """Events of records; the rest are steps."""
+        out: Events = self.events[self.events["role"] != Role.CONTROL]
+        return out
+
+    @cached_property
+    def worker_steps(self) -> Events:
+        """An event for each worker and step: start and ready around the wait for its header, end after its last record;
+        tile_begin is the number of rows, tile_count the longest context of the step."""
+        out: Events = self.events[self.events["role"] == Role.CONTROL]
+        return out
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Every step that has an event, ascending."""
+        return tuple(int(s) for s in np.unique(self.events["step"]))
+
+    @cached_property
+    def complete_steps(self) -> tuple[int, ...]:
+        """Steps of which no event is missing: not cut by a fault, nothing lost."""
+        numbers, counts = np.unique(self.tasks["step"], return_counts=True)
+        tasks = dict(zip(numbers.tolist(), counts.tolist()))
+        most = max(tasks.values(), default=0)
+        numbers, counts = np.unique(self.worker_steps["step"], return_counts=True)
+        workers = dict(zip(numbers.tolist(), counts.tolist()))
+        cut = set(self.events["step"][(self.events["flags"] & TraceFlag.CUT) != 0].tolist())
+        return tuple(
+            s for s in self.steps if s not in cut and tasks.get(s) == most and workers.get(s) == self.meta.workers
+        )
+
+    def of_steps(self, first: int, last: int) -> Timeline:
+        """The part with steps [first, last]. Raises TimelineError when they are not all in the recording."""
+        low, high = self.meta.first_step, self.meta.last_step
+        if not low <= first <= last <= high:
+            raise TimelineError(
+                f"steps {first} to {last}: this timeline has steps {low} to {high}; give a range inside it"
+            )
+        kept = self.events[(self.events["step"] >= first) & (self.events["step"] <= last)]
+        return replace(self, events=kept, meta=replace(self.meta, first_step=first, last_step=last))
+
+    def waited_for(self, event: Any) -> str:  # a row of `events`, or its fields by name
+        """On what the longest wait of an event was, in words; empty when it did not wait."""
+        counter = int(event["longest_wait_counter"])
+        if counter == NONE:
+            return ""
+        if int(event["flags"]) & TraceFlag.BY_VALUE:
+            return f"values of {self.nodes[counter].name}" if counter < len(self.nodes) else "values"
+        makers = np.unique(self.edges["producer"][(self.edges["kind"] == COUNTER) & (self.edges["counter"] == counter)])
+        names = ", ".join(self.nodes[int(n)].name for n in makers)
+        return f"counter {counter}" + (f" of {names}" if names else "")
+
+    # ------------------------------------------------------------------------------------------ files
+    def to_json(self) -> str:
+        """One JSON object: columns of events and edges, rows of nodes."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "schema": SCHEMA,
+                "meta": asdict(self.meta),
+                "nodes": [asdict(n) for n in self.nodes],
+                "edges": {name: self.edges[name].tolist() for name in EDGE.names or ()},
+                "events": {name: self.events[name].tolist() for name in EVENT_COLUMNS},
+            }
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write JSON to `path`, all or nothing. Raises TimelineError when it cannot be written."""
+        final = Path(path)
+        work = final.with_name(f".{final.name}.{os.getpid()}")
+        try:
+            work.write_text(self.to_json())
+            os.replace(work, final)
+        except OSError as e:
+            work.unlink(missing_ok=True)
+            raise TimelineError(f"cannot write the timeline to {final}: {e.strerror or e}; choose another file") from e
+        return final
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Timeline:
+        """Read a file that `save` wrote. Raises TimelineError for a damaged file and for one of another version."""
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as e:
+            raise TimelineError(f"cannot read the timeline {path}: {e}") from e
+        return Timeline.from_json(text, str(path))
+
+    @staticmethod
+    def from_json(text: str, where: str = "the timeline") -> Timeline:
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as e:
+            if e.pos >= len(text.rstrip()) - 1 or "Unterminated" in e.msg:
+                raise TimelineError(
+                    f"{where} is truncated: it ends after {len(text):,} characters inside the JSON; record it again"
+                ) from e
+            raise TimelineError(f"{where} is not JSON ({e}); expected a file of `megakernel profile --json`") from e
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise TimelineError(f"{where} is not a timeline; expected a file that `megakernel profile` wrote")
+        if raw.get("schema") != SCHEMA:
+            raise TimelineError(
+                f"{where} has schema version {raw.get('schema')}, this version reads {SCHEMA}; record it again"
+            )
+        try:
+            return _decode(raw)
+        except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as e:
+            raise TimelineError(f"{where} misses or adds a field ({e}); record it again") from e
+
+
+def _decode(raw: Mapping[str, Any]) -> Timeline:
+    meta = dict(raw["meta"])
+    alignment = dict(meta["alignment"])
+    alignment["offset_ns"], alignment["drift_ns"] = tuple(alignment["offset_ns"]), tuple(alignment["drift_ns"])
+    meta["alignment"] = Alignment(**alignment)
+    meta["fault"] = TimelineFault(**meta["fault"]) if meta["fault"] else None
+    meta["roles"], meta["overflow"] = tuple(meta["roles"]), tuple(meta["overflow"])
+    missing = {f.name for f in fields(Meta)} - set(meta)
+    if missing:
+        raise KeyError(f"meta without {', '.join(sorted(missing))}")
+    nodes = tuple(TimelineNode(**n) for n in raw["nodes"])
+    events = _columns(raw["events"], TRACE_EVENT.dtype, "events")
+    edges = _columns(raw["edges"], EDGE, "edges")
+    for table, column in ((edges, "producer"), (edges, "consumer"), (events, "node")):
+        known = table[column][table[column] != NONE]
+        if len(known) and int(known.max()) >= len(nodes):
+            raise ValueError(f"{column} {int(known.max())} of {len(nodes)} nodes")
+    return Timeline(events, Meta(**meta), nodes, edges)
+
+
+def _columns(raw: Mapping[str, Any], dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:
+    names = set(dtype.names or ())
+    if set(raw) != names:
+        raise KeyError(f"{what}: columns {', '.join(sorted(set(raw) ^ names))}")
+    lengths = {len(column) for column in raw.values()}
+    if len(lengths) > 1:
+        raise ValueError(f"{what}: columns of {sorted(lengths)} rows")
+    out = np.zeros(lengths.pop() if lengths else 0, dtype)
+    for name in names:
+        out[name] = np.asarray(raw[name], dtype[name])
+    return out

@@ -1,0 +1,65 @@
+"""The timeline of the CUDA kernel, without a GPU: no instruction of it when off; when on it fits as the kernel does."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megakernel.builder.build import make_plan, plan_source
+from megakernel.builder.cache import INCLUDE
+from megakernel.device import cuda_compiler
+from megakernel.target import find_target
+from tests.tasks.test_trace_off import without_recording
+from tests.unit.test_cuda_build import CONFIG, REGISTERS, _functions, built, disassembler, needs_wheels
+
+pytestmark = needs_wheels
+
+
+@cache
+def traced(include: Path = INCLUDE, trace: bool = True) -> tuple[bytes, str]:
+    target = find_target("sm_90a")
+    plan = make_plan(CONFIG, target, max_context=1024, max_slots=4)
+    flags = (*cuda_compiler.compile_flags(target, False, trace), "--ptxas-options=-v")
+    return cuda_compiler.compile_cubin(plan_source(plan, trace=trace), include, flags)
+
+
+def instructions(cubin: bytes) -> dict[str, bytes]:
+    """The sections of code by name."""
+    (at,) = struct.unpack_from("<Q", cubin, 0x28)
+    count, names_index = struct.unpack_from("<HH", cubin, 0x3C)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, at + 64 * i) for i in range(count)]
+    names = sections[names_index][4]
+    out = {}
+    for s in sections:
+        name = cubin[names + s[0] : cubin.index(b"\0", names + s[0])].decode()
+        if name.startswith(".text"):
+            out[name] = cubin[s[4] : s[4] + s[5]]
+    return out
+
+
+def test_no_instruction_of_recording_in_a_kernel_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    off, on = instructions(built("sm_90a")[0]), instructions(traced()[0])
+    assert off and on != off, "the comparison can fail"
+    monkeypatch.chdir(without_recording(tmp_path))  # the compiler looks for headers in the current folder first
+    assert instructions(traced(tmp_path, False)[0]) == off
+
+
+def test_a_recording_kernel_fits_its_registers_and_shared_memory(tmp_path: Path) -> None:
+    cubin, log = traced()  # shared memory is checked by a static_assert
+    used = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    assert used and max(used) <= REGISTERS, log
+    tool = disassembler()
+    if tool is None:
+        pytest.skip("no cuobjdump: install nvidia-cuda-cuobjdump")
+    (tmp_path / "k.cubin").write_bytes(cubin)
+    code = subprocess.run([tool, "-sass", str(tmp_path / "k.cubin")], capture_output=True, text=True, check=True).stdout
+    for start, size in _functions(cubin, ("consume_rowI", "store_rows", "produce_rows")):
+        found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
+        lines = [m.group(2) for m in found if start <= int(m.group(1), 16) < start + size]
+        assert any("GLOBALTIMER" in line for line in lines), "it reads the clock"
+        assert not [line for line in lines if re.search(r"\b(LDL|STL)\b", line)]

@@ -1,0 +1,172 @@
+"""From what a kernel with separate roles writes to a timeline: events as the CUDA kernel leaves them, made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megakernel.builder.build import Plan, assemble, make_plan, plan_source
+from megakernel.builder.program import Program
+from megakernel.clocks import worst_hop
+from megakernel.errors import FaultReport, TimelineError
+from megakernel.flow import edges_of, timeline_of
+from megakernel.perfetto_file import arrows
+from megakernel.recording import Recording, ring_capacity
+from megakernel.target import find_target
+from megakernel.tasks.record import NONE, TRACE_EVENT, Role, TraceFlag
+from megakernel.timeline import Events, Timeline
+from tests.unit.test_cuda_build import CONFIG
+
+WORKERS = 3
+STEP_NS = 1_000_000
+FAULT = FaultReport("value budget", "matmul", "logits", 0, 1, "consumer", NONE, 0, 0, 3)
+
+
+@cache
+def built() -> tuple[Plan, Program]:
+    target = find_target("sm_90a").with_workers(WORKERS)
+    plan = make_plan(CONFIG, target, max_context=1024, max_slots=2)
+    return plan, assemble(plan, plan_source(plan, trace=True), Path("no-binary"))
+
+
+def events_of(steps: int) -> Events:
+    """Each step node after node, 1,000 ns apart; the producer far ahead, the storer after the consumers. Moments that
+    the kernel does not mark are 0."""
+    plan, _ = built()
+    rows: list[tuple[int, Role, int, int, int, int, int, tuple[int, ...]]] = []
+    for step in range(1, steps + 1):
+        base = step * STEP_NS
+        for worker, queue in enumerate(plan.schedule.queues):
+            for record, e in enumerate(queue):
+                task, at = plan.schedule.nodes[e.node].task.name, base + (e.node + 1) * 1000
+                where = (step, record, e.node, e.first, e.count)
+                marks = (
+                    (at - 500, at, at + 100, 0, at + 300) if task == "matmul" else (at - 500, at, 0, at + 200, at + 300)
+                )
+                rows.append((worker, Role.CONSUMER, *where, marks))
+                if task in ("matmul", "attention"):
+                    ahead = at - 5000
+                    rows.append((worker, Role.PRODUCER, *where, (ahead, ahead + 10, 0, 0, ahead + 20)))
+                if task == "matmul":
+                    rows.append((worker, Role.STORER, *where, (at, at + 300, 0, 0, at + 400)))
+            end = base + 900_000
+            rows.append((worker, Role.CONTROL, step, NONE, NONE, 1, 40 + step, (base, base + 9, base + 10, end, end)))
+    out = np.zeros(len(rows), TRACE_EVENT.dtype)
+    for event, (worker, role, step, record, node, first, count, marks) in zip(out, rows):
+        event["worker"], event["role"], event["step"], event["record"], event["node"] = worker, role, step, record, node
+        event["tile_begin"], event["tile_count"], event["longest_wait_counter"] = first, count, NONE
+        for name, mark in zip(("start", "ready", "first_data", "end", "published"), marks, strict=True):
+            event[name] = mark
+        if role == Role.CONTROL:
+            event["longest_wait"] = marks[3]
+    return out
+
+
+def timeline(events: Events, fault: FaultReport | None = None) -> Timeline:
+    plan, program = built()
+    recording = Recording(events, (0,) * WORKERS, 1, 99, fault)
+    return timeline_of(recording, program, plan, model="m", device="d", options={})
+
+
+def test_every_role_and_step_is_there() -> None:
+    made = timeline(events_of(3))
+    assert made.complete_steps == (1, 2, 3) and made.meta.roles == ("producer", "consumer", "storer")
+    assert made.meta.context == 42 and made.meta.rows == 1 and made.meta.ring_bytes > 0
+    assert made.meta.alignment.clock_hz == 1e9 and made.events["start"].min() == 1
+    assert not (made.events["flags"] & TraceFlag.CUT).any()
+    for before, after in (("start", "ready"), ("ready", "first_data"), ("first_data", "end"), ("end", "published")):
+        assert (made.events[before] <= made.events[after]).all()
+    matmul = made.tasks[(made.tasks["role"] == Role.CONSUMER) & (made.tasks["node"] == 1)][0]
+    assert matmul["end"] == matmul["published"], "what is not marked is what comes after it"
+
+
+def test_a_wait_for_values_names_the_node_that_writes_them() -> None:
+    made = timeline(events_of(1))
+    names = [n.name for n in made.nodes]
+    down = made.tasks[(made.tasks["node"] == names.index("layers.0.mlp_residual"))]
+    for event in down:
+        if event["role"] == Role.CONSUMER:
+            assert event["longest_wait"] == 500 and made.waited_for(event) == "values of layers.0.glu"
+        else:
+            assert made.waited_for(event) == "", "producer and storer wait for their own worker"
+    found = list(arrows(made))
+    assert all(made.events[a.sink]["role"] == Role.CONSUMER for a in found)
+    sources = {int(made.events[a.source]["node"]) for a in found if made.events[a.sink]["node"] == down[0]["node"]}
+    assert sources == {names.index("layers.0.glu")}
+    assert all(made.events[a.source]["role"] == Role.STORER for a in found if made.events[a.source]["node"] in sources)
+
+
+def test_hops_are_from_the_last_role_that_publishes_to_the_one_that_waits() -> None:
+    made = timeline(events_of(1))
+    assert made.meta.alignment.worst_hop_ns == worst_hop(made.events, made.edges)
+    assert made.meta.alignment.worst_hop_ns is not None and made.meta.alignment.worst_hop_ns >= 0
+
+
+def test_what_a_producer_ran_ahead_at_the_end_of_a_launch_counts_once() -> None:
+    events = events_of(3)
+    ahead = events[(events["role"] == Role.PRODUCER) & (events["step"] == 3)].copy()
+    for name in ("start", "ready", "published"):
+        ahead[name] -= 50_000  # of a launch that ended before step 3
+    never = ahead.copy()
+    never["step"] = 4  # and at the end of the last one
+    made = timeline(np.concatenate([ahead, events, never]))
+    assert made.steps == made.complete_steps == (1, 2, 3) and len(made.events) == len(events)
+    kept = made.tasks[(made.tasks["role"] == Role.PRODUCER) & (made.tasks["step"] == 3)]
+    assert (kept["start"] > 2 * STEP_NS - 20_000).all(), "the later of the two"
+
+
+def test_events_that_a_fault_left_open() -> None:
+    events = events_of(3)
+    at_work = (
+        (events["step"] == 3) & (events["worker"] == 1) & (events["node"] == 4) & (events["role"] == Role.CONSUMER)
+    )
+    assert at_work.sum() == 1
+    late = (events["step"] == 3) & (events["start"] > events["start"][at_work][0]) & (events["role"] != Role.CONTROL)
+    for name in ("ready", "first_data", "end", "published"):
+        events[name][at_work] = 0
+    open_steps = (events["step"] == 3) & (events["role"] == Role.CONTROL)
+    for name in ("end", "published", "longest_wait"):
+        events[name][open_steps] = 0
+    made = timeline(events[~late], FAULT)
+    cut = made.events[(made.events["flags"] & TraceFlag.CUT) != 0]
+    assert len(cut) == 1 + WORKERS and set(cut["step"].tolist()) == {3} and (cut["published"] == 0).all()
+    assert made.complete_steps == (1, 2) and made.meta.fault is not None and made.meta.fault.node == "logits"
+    assert (cut["start"] <= cut["end"]).all()
+    assert Timeline.from_json(made.to_json()).meta.fault == made.meta.fault
+
+
+def test_a_plan_of_another_program_is_refused() -> None:
+    plan, program = built()
+    other = replace(program.manifest, nodes=program.manifest.nodes[:-1])
+    empty = Recording(np.zeros(0, TRACE_EVENT.dtype), (0,) * WORKERS, 1, 2)
+    with pytest.raises(TimelineError, match="was not built from this plan"):
+        timeline_of(empty, replace(program, manifest=other), plan, model="m", device="d", options={})
+
+
+def test_a_ring_holds_the_steps_asked_for_and_no_more_memory_than_there_is() -> None:
+    m = built()[1].manifest
+    for steps in (1, 3, 64):
+        capacity = ring_capacity(m, steps)
+        assert capacity >= m.queue_length * steps and capacity & (capacity - 1) == 0
+    huge = ring_capacity(replace(m, workers=132), 10_000_000)
+    assert huge & (huge - 1) == 0 and 132 * 4 * huge * TRACE_EVENT.size <= 1 << 30
+
+
+def test_waits_for_relays_lead_to_who_signals_their_groups() -> None:
+    """On a target whose workers are in groups a counter is signalled by relays; its edges name the producers."""
+    target = find_target("gfx942").with_workers(64)
+    schedule = make_plan(CONFIG, target, max_context=1024, max_slots=2).schedule
+    assert schedule.relays
+    edges = edges_of(schedule, target.value_edges)
+    below = {r.to: {b.counter for b in schedule.relays if b.to == r.to} for r in schedule.relays}
+    for queue in schedule.queues:
+        for e in queue:
+            for wait in e.waits:
+                mine = edges[(edges["consumer"] == e.node) & (edges["counter"] == wait.counter)]
+                counters = below.get(wait.counter, set()) | {wait.counter}
+                makers = {x.node for q in schedule.queues for x in q if x.signal in counters}
+                assert makers and set(mine["producer"].tolist()) == makers
