@@ -56,7 +56,10 @@ Slots = Annotated[int, typer.Option("--max-slots", help="Sequences at once.")]
 Context = Annotated[
     int | None, typer.Option("--max-context", help="Tokens of prompt and output; default 4096 or the model's limit.")
 ]
-Rows = Annotated[int, typer.Option("--max-rows", help=f"Tokens that one step computes, 1 to {MAX_ROWS}.")]
+Rows = Annotated[
+    int | None,
+    typer.Option("--max-rows", help=f"Tokens that one step computes, 1 to {MAX_ROWS}; default: by the cost model."),
+]
 Workers = Annotated[int | None, typer.Option("--workers", help="Resident workers; default: all of the target's.")]
 Policy = Annotated[str, typer.Option("--policy", help="How tasks are placed: balanced, critical_path, round_robin.")]
 
@@ -107,7 +110,7 @@ def build_command(
     kv_dtype: KvDtype = None,
     max_slots: Slots = 8,
     max_context: Context = None,
-    max_rows: Rows = MAX_ROWS,
+    max_rows: Rows = None,
     workers: Workers = None,
     policy: Policy = "balanced",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the program to this new folder.")] = None,
@@ -202,7 +205,7 @@ def schedule_command(
     kv_dtype: KvDtype = None,
     max_slots: Slots = 8,
     max_context: Context = None,
-    max_rows: Rows = MAX_ROWS,
+    max_rows: Rows = None,
     workers: Workers = None,
     policy: Policy = "balanced",
     context: Annotated[int, typer.Option(help="Tokens in the cache, for the simulated times.")] = 512,
@@ -410,7 +413,7 @@ def serve(
     max_context: Annotated[
         int | None, typer.Option("--max-context", "--max-model-len", help="Tokens of prompt and output together.")
     ] = None,
-    max_rows: Rows = MAX_ROWS,
+    max_rows: Rows = None,
     kv_pages: Annotated[int | None, typer.Option(help="KV pages; default: every slot's full context.")] = None,
     workers: Workers = None,
     policy: Policy = "balanced",

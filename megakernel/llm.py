@@ -23,7 +23,6 @@ from megakernel.request import Embedded, Processor
 from megakernel.runtime import MemoryReport
 from megakernel.sampling import SamplingParams
 from megakernel.settings import Settings, read_settings
-from megakernel.tasks.record import MAX_ROWS
 
 Prompt: TypeAlias = "str | Sequence[int] | Embedded | npt.NDArray[Any]"
 
@@ -40,7 +39,7 @@ class LLM:
         kv_dtype: str | None = None,
         max_slots: int = 8,
         max_context: int | None = None,
-        max_rows: int = MAX_ROWS,
+        max_rows: int | None = None,
         workers: int | None = None,
         target: str | None = None,
         policy: str = "balanced",
@@ -58,6 +57,7 @@ class LLM:
         max_context: tokens of prompt and output together; default 4096, or the model's own limit if that is less.
         inputs: prompts may have embeddings instead of tokens. hidden: what the head reads can be asked for. Either
         takes host memory for every position of every slot.
+        max_rows: tokens that one step computes; default by the cost model.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
         """
         whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))

@@ -31,10 +31,11 @@ from megakernel.tasks.record import (
     NONE,
     RING_ENTRIES,
     SLOT,
-    STEP,
     TOKEN_RING,
     ExitReason,
     FaultKind,
+    row_capacity,
+    step_header,
 )  # fmt: skip
 
 POISON = 0xFF  # workspace bytes before the first step: NaN in every float format
@@ -83,7 +84,7 @@ def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
     return (
         ("queues", m.workers * m.queue_length * 128, False),
         ("counters", max(1, m.counter_count) * COUNTER_STRIDE * 8, False),
-        ("headers", 2 * STEP.size, False),
+        ("headers", 2 * step_header(row_capacity(m.max_rows)).size, False),
         ("launch", LAUNCH.size, False),
         ("slots", m.max_slots * SLOT.size, False),
         ("page_table", m.max_slots * m.pages_per_slot * 4, False),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megakernel.device.device import KernelSource
 from megakernel.target import Target
-from megakernel.tasks.record import c_header
+from megakernel.tasks.record import TILE_ROWS, c_header
 from megakernel.tasks.task import TaskNode, all_fields
 
 ABI_HEADER = "megakernel_abi.h"
@@ -23,9 +23,9 @@ def variant_text(node: TaskNode) -> str:
 
 
 def kernel_source(
-    nodes: Sequence[TaskNode], target: Target, *, chaos: bool = False, trace: bool = False
+    nodes: Sequence[TaskNode], target: Target, *, capacity: int = TILE_ROWS, chaos: bool = False, trace: bool = False
 ) -> KernelSource:
-    """Source of the kernel that runs these nodes on this target."""
+    """Source of the kernel that runs these nodes on this target; a step has room for `capacity` rows."""
     files = sorted({n.task.name for n in nodes})
     variants = variants_of(nodes)
     lines = [
@@ -43,4 +43,4 @@ def kernel_source(
         "MEGAKERNEL_ENTRY(megakernel::tasks::Tasks)",
         "",
     ]
-    return KernelSource("\n".join(lines), {ABI_HEADER: c_header(all_fields())}, target, chaos, trace)
+    return KernelSource("\n".join(lines), {ABI_HEADER: c_header(all_fields(), capacity)}, target, chaos, trace)
