@@ -47,6 +47,8 @@ class LLM:
         hidden: bool = False,
         seed: int = 0,
         kv_pages: int | None = None,
+        share_prefixes: bool = True,
+        max_step_ms: float | None = None,
         steps_per_launch: int | None = None,
         chaos: bool = False,
         settings: Settings | None = None,
@@ -59,6 +61,7 @@ class LLM:
         takes host memory for every position of every slot.
         max_rows: tokens that one step computes; default by the cost model.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
+        share_prefixes, max_step_ms: as in `Engine`.
         """
         whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))
         for name, value, low in whole:
@@ -91,6 +94,8 @@ class LLM:
             runtime,
             stop_ids=origin.generation.eos_token_ids,
             steps_per_launch=steps_per_launch or chosen.steps_per_launch,
+            share_prefixes=share_prefixes,
+            max_step_ms=max_step_ms,
         )
 
     # ------------------------------------------------------------------------------------------ generating

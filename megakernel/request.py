@@ -87,6 +87,7 @@ class Request:
         self.embeddings: npt.NDArray[np.float32] | None = None  # in the order of the ids below 0, for which they stand
         self.wants_hidden = False
         self.prompt_hidden: npt.NDArray[np.float32] | None = None  # [prompt, hidden], from the first token on
+        self.slot: int | None = None  # the slot that it got
         self._cancel = cancel
         self._listen = listen
         self._tokens: list[Token] = []
@@ -170,7 +171,8 @@ class Request:
             self.fail(InvalidRequest("the logits processor allows no token"))
         return row
 
-    def admitted(self) -> None:
+    def admitted(self, slot: int) -> None:
+        self.slot = slot
         self._admitted = time.perf_counter()
 
     def put(self, token: Token, reason: str | None) -> bool:

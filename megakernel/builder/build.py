@@ -130,7 +130,8 @@ def build_program(
     """Build a program for `target` with the compiler of `device` (which need not have its hardware here).
 
     `config`: Hugging Face keys, as in `Checkpoint.config`. `max_context` defaults to 4096 or the model's own limit if
-    that is less, `max_rows` to what the cost model says. `cache`: folder of compiled kernels. Raises LoweringError, ScheduleError, BuildError, NoCompiler.
+    that is less, `max_rows` to what the cost model says. `cache`: folder of compiled kernels. Raises LoweringError,
+    ScheduleError, BuildError, NoCompiler.
     """
     say = progress or (lambda _stage: None)
     options: dict[str, Any] = {
@@ -213,7 +214,7 @@ def context_of(limits: Limits) -> int:
 
 def _rows(lowered: Lowered, limits: Limits, target: Target) -> int:
     """max_rows of a program whose user did not say."""
-    row_bytes = sum(size.bytes for size in lowered.tensors.values()) / limits.max_rows
+    row_bytes = plan(lowered.nodes, lowered.tensors, reuse=not target.value_edges).total / limits.max_rows
     flops = row_flops(lowered.nodes, context_of(limits))
     return default_rows(target, float(lowered.stream_bytes), flops, row_bytes)
 

@@ -15,7 +15,7 @@ from megakernel.target import Target
 from megakernel.tasks.record import MAX_ROWS, TILE_ROWS
 from megakernel.tasks.task import TaskNode
 
-COMPUTE_SHARE = 8  # a full step computes for so many times as long as it streams
+COMPUTE_SHARE = 12  # a full step computes for so many times as long as it streams
 MOST_DEFAULT = 128
 WORKSPACE_BYTES = 256 << 20  # of a default program
 

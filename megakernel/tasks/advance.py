@@ -6,10 +6,12 @@ in `seen` when the slot has a penalty, and written to the token ring; it finishe
 mailbox: ADMIT puts a sequence into a slot, CANCEL frees one and reports EventKind.RETIRED, OPEN lets a gated slot (one
 whose bias the host makes anew for every token) sample up to another position. The next step computes one
 row for each slot that is past its prompt, then as many prompt tokens as rows are left, in slot order; the last token
-of a prompt is a sampled row. A paced program shares the rows that are left evenly among the prompts, so that a short
-prompt does not wait for a long one, and keeps steps that carry both under `step_budget_ns`: such a step has at most
-`chunk` prompt rows, first as many as the cost model says; a step that took longer shrinks it, one that took clearly
-less lets it grow. Neither changes what a row computes. With no row to compute the launch ends (ExitReason.IDLE), at the step limit too (STEPS).
+of a prompt is a sampled row. With no row to compute the launch ends (ExitReason.IDLE), at the step limit too (STEPS).
+
+A paced program shares the rows that are left evenly among the prompts, so that a short prompt does not wait for a long
+one, and keeps steps that carry both kinds of rows under `step_budget_ns`: such a step has at most `chunk` prompt rows,
+first as many as the cost model says; a step that took longer shrinks it, one that took clearly less lets it grow.
+Neither changes what a row computes.
 """
 
 from __future__ import annotations

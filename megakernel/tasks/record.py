@@ -296,6 +296,7 @@ ROW = Struct(
     doc="One token that this step computes.",
 )
 
+
 def row_capacity(max_rows: int) -> int:
     """Rows that the structures of a program with `max_rows` have room for: few sizes, so that kernels are shared."""
     return max(TILE_ROWS, 1 << (max_rows - 1).bit_length())
