@@ -415,6 +415,10 @@ def serve(
     ] = None,
     max_rows: Rows = None,
     kv_pages: Annotated[int | None, typer.Option(help="KV pages; default: every slot's full context.")] = None,
+    share_prefixes: Annotated[bool, typer.Option(help="Sequences with a common prefix share its KV pages.")] = True,
+    max_step_ms: Annotated[
+        float | None, typer.Option(help="Longest that parts of prompts may make running sequences wait in a step.")
+    ] = None,
     workers: Workers = None,
     policy: Policy = "balanced",
     seed: Annotated[int, typer.Option(help="Of a published shape's random weights.")] = 0,
@@ -448,7 +452,8 @@ def serve(
             return LLM(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context,
                 max_rows=max_rows, workers=workers, policy=policy, seed=seed, kv_pages=kv_pages,
-                steps_per_launch=steps_per_launch, settings=settings, progress=progress,
+                share_prefixes=share_prefixes, max_step_ms=max_step_ms, steps_per_launch=steps_per_launch,
+                settings=settings, progress=progress,
             )  # fmt: skip
 
     serving.run(open_model, chosen, lambda text: errors.print(f"listening on {text}", highlight=False))
