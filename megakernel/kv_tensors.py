@@ -19,7 +19,9 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Kv:
-    """Keys (normed and rotated) and values of `tokens`: [layers, tokens, kv_heads, head_dim], in the pool's type."""
+    """Keys (normed and rotated) and values of `tokens`: [layers, tokens, kv_heads, head_dim], in the pool's type.
+
+    As the program keeps them: where a target pads a head or turns its elements round, so do these."""
 
     tokens: tuple[int, ...]
     keys: Array
