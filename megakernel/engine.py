@@ -391,7 +391,7 @@ class Engine:
                     self._queue.popleft()
                 waiting = self._queue[0] if self._queue and not self._jobs and not self._closing else None
             slot = next((i for i, o in enumerate(self._slots) if o is None), None)
-            if waiting is None or slot is None or not self._pages.fits(waiting.limit, waiting.prompt_ids):
+            if waiting is None or slot is None or not self._pages.fits(waiting.limit, waiting.reusable):
                 return
             if not self._start(waiting, slot):
                 return
@@ -404,8 +404,7 @@ class Engine:
         bias = request.next_bias(runtime.manifest.vocab) if request.biased else None
         if request.done:  # by its processor
             return True
-        prompt = () if request.wants_hidden else request.prompt_ids  # what is taken over is not computed, so not seen
-        lease = self._pages.reserve(request.number, request.limit, prompt)
+        lease = self._pages.reserve(request.number, request.limit, request.reusable)
         if lease.copy is not None:
             runtime.copy_page(*lease.copy)
         runtime.set_prompt(slot, request.prompt_ids)

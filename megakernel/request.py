@@ -151,6 +151,12 @@ class Request:
     def biased(self) -> bool:
         return self.processor is not None or bool(self.params.bias)
 
+    @property
+    def reusable(self) -> tuple[int, ...]:
+        """The prompt as far as others' keys and values may stand for it: what is taken over is not computed, so nobody
+        sees its hidden states."""
+        return () if self.wants_hidden else self.prompt_ids
+
     def next_bias(self, vocab: int) -> npt.NDArray[np.float32] | None:
         """What is added to the logits of the next token; None for nothing. Ends the request when the processor does
         so, fails it when the processor fails."""
