@@ -61,7 +61,10 @@ Slots = Annotated[int, typer.Option("--max-slots", help="Sequences at once.")]
 Context = Annotated[
     int | None, typer.Option("--max-context", help="Tokens of prompt and output; default 4096 or the model's limit.")
 ]
-Rows = Annotated[int, typer.Option("--max-rows", help=f"Tokens that one step computes, 1 to {MAX_ROWS}.")]
+Rows = Annotated[
+    int | None,
+    typer.Option("--max-rows", help=f"Tokens that one step computes, 1 to {MAX_ROWS}; default: by the cost model."),
+]
 Workers = Annotated[int | None, typer.Option("--workers", help="Resident workers; default: all of the target's.")]
 Policy = Annotated[str, typer.Option("--policy", help="How tasks are placed: balanced, critical_path, round_robin.")]
 
@@ -112,7 +115,7 @@ def build_command(
     kv_dtype: KvDtype = None,
     max_slots: Slots = 8,
     max_context: Context = None,
-    max_rows: Rows = MAX_ROWS,
+    max_rows: Rows = None,
     workers: Workers = None,
     policy: Policy = "balanced",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the program to this new folder.")] = None,
@@ -207,7 +210,7 @@ def schedule_command(
     kv_dtype: KvDtype = None,
     max_slots: Slots = 8,
     max_context: Context = None,
-    max_rows: Rows = MAX_ROWS,
+    max_rows: Rows = None,
     workers: Workers = None,
     policy: Policy = "balanced",
     context: Annotated[int, typer.Option(help="Tokens in the cache, for the simulated times.")] = 512,
@@ -475,8 +478,12 @@ def serve(
     max_context: Annotated[
         int | None, typer.Option("--max-context", "--max-model-len", help="Tokens of prompt and output together.")
     ] = None,
-    max_rows: Rows = MAX_ROWS,
+    max_rows: Rows = None,
     kv_pages: Annotated[int | None, typer.Option(help="KV pages; default: every slot's full context.")] = None,
+    share_prefixes: Annotated[bool, typer.Option(help="Sequences with a common prefix share its KV pages.")] = True,
+    max_step_ms: Annotated[
+        float | None, typer.Option(help="Longest that parts of prompts may make running sequences wait in a step.")
+    ] = None,
     workers: Workers = None,
     policy: Policy = "balanced",
     seed: Annotated[int, typer.Option(help="Of a published shape's random weights.")] = 0,
@@ -510,7 +517,8 @@ def serve(
             return LLM(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context,
                 max_rows=max_rows, workers=workers, policy=policy, seed=seed, kv_pages=kv_pages,
-                steps_per_launch=steps_per_launch, settings=settings, progress=progress,
+                share_prefixes=share_prefixes, max_step_ms=max_step_ms, steps_per_launch=steps_per_launch,
+                settings=settings, progress=progress,
             )  # fmt: skip
 
     serving.run(open_model, chosen, lambda text: errors.print(f"listening on {text}", highlight=False))

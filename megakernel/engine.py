@@ -7,14 +7,16 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.builder.rows import first_chunk
 from megakernel.errors import CapacityError, DeviceFault, EngineClosed, InvalidRequest, MegakernelError
-from megakernel.kv_cache import PageAllocator
+from megakernel.kv_cache import Lease, PageAllocator, PrefixStats
+from megakernel.kv_tensors import Kv, check_kv, read_kv, write_kv
 from megakernel.recording import Recording
 from megakernel.request import Processor, Request, Token
 from megakernel.runtime import Runtime
@@ -37,6 +39,7 @@ class EngineStats:
     tokens: int
     requests: int
     faults: int
+    prefix: PrefixStats
 
     @property
     def launches_per_token(self) -> float:
@@ -59,9 +62,15 @@ class _Occupant:
     """A request in a slot, until the kernel says that the slot is free."""
 
     request: Request
-    pages: tuple[int, ...]
+    lease: Lease
+    made: list[int] = field(default_factory=list)  # tokens that the kernel gave out, also those nobody wants any more
+    known: int = 0  # tokens at the start of the sequence whose keys and values are in its pages
     cancel_posted: bool = False
     gate: int = 0  # of a request with a processor: the position that the next OPEN lets it sample; 0 when posted
+
+    def computed(self) -> tuple[int, ...]:
+        """The tokens that are in its pages."""
+        return (*self.request.prompt_ids, *self.made)[: self.known]
 
 
 class _Job(Generic[T]):
@@ -102,19 +111,33 @@ class Engine:
     middle of a launch. A device fault fails the requests that hold a slot; the engine resets and goes on with the rest.
     """
 
-    def __init__(self, runtime: Runtime, *, stop_ids: Iterable[int] = (), steps_per_launch: int = 256) -> None:
-        """`stop_ids`: the checkpoint's own end tokens."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        stop_ids: Iterable[int] = (),
+        steps_per_launch: int = 256,
+        share_prefixes: bool = True,
+        max_step_ms: float | None = None,
+    ) -> None:
+        """`stop_ids`: the checkpoint's own end tokens. `share_prefixes`: requests with a common prefix share its pages.
+
+        max_step_ms: how long a step that carries parts of prompts should at most keep running sequences waiting: those
+        parts get as small as it takes, though never smaller than one token. Default: as large as fits."""
         if steps_per_launch < 1:
             raise InvalidRequest(f"steps_per_launch: expected at least 1, got {steps_per_launch}")
         self.runtime = runtime
         self.stop_ids = tuple(stop_ids)
         self.steps_per_launch = runtime.max_steps(steps_per_launch)
         m = runtime.manifest
-        self._pages = PageAllocator(runtime.kv_pages, m.page_tokens)
+        self._pages = PageAllocator(runtime.kv_pages, m.page_tokens, share=share_prefixes)
+        if max_step_ms is not None:
+            self._bound_steps(max_step_ms)
         self._slots: list[_Occupant | None] = [None] * m.max_slots
         self._queue: deque[Request] = deque()
         self._jobs: deque[_Job[Any]] = deque()
         self._between: deque[_Job[Any]] = deque()  # for which requests need not end
+        self._side_jobs: deque[_Job[Any]] = deque()  # run while requests run
         self._changed = threading.Condition()
         self._closing = self._recovering = False
         self._failure: BaseException | None = None  # what ended the driver, if not `close`
@@ -170,22 +193,25 @@ class Engine:
         return request
 
     def exclusive(self, function: Callable[[Runtime], T]) -> T:
-        """Run `function` on the driver thread once no request holds a slot (waiting ones go on after it)."""
-        job: _Job[T] = _Job(function)
+        """Run `function` on the driver thread once no request holds a slot (waiting ones go on after it).
+
+        It may use every slot and page: prefixes kept for others are forgotten."""
+        return self._wait_for(_Job(function), self._jobs)
+
+    def _aside(self, function: Callable[[Runtime], T]) -> T:
+        """Run `function` on the driver thread soon, whatever runs."""
+        return self._wait_for(_Job(function), self._side_jobs)
+
+    def _wait_for(self, job: _Job[T], jobs: deque[_Job[Any]]) -> T:
         with self._changed:
             self._check_open()
-            self._jobs.append(job)
+            jobs.append(job)
             self._changed.notify_all()
         return job.wait()
 
     def between_launches(self, function: Callable[[Runtime], T]) -> T:
         """Run `function` on the driver thread before the next launch; requests keep their slots. It must not reset."""
-        job: _Job[T] = _Job(function)
-        with self._changed:
-            self._check_open()
-            self._between.append(job)
-            self._changed.notify_all()
-        return job.wait()
+        return self._wait_for(_Job(function), self._between)
 
     def start_recording(self, steps: int | None = None, skip: int = 0) -> None:
         """Record the timeline from the next launch on: `steps` steps (None: until it is stopped) after `skip` of them.
@@ -197,8 +223,44 @@ class Engine:
         """What was recorded until the launch that runs now ends; also what a fault cut short. Raises TimelineError."""
         return self.between_launches(lambda runtime: runtime.stop_recording())
 
+    def _bound_steps(self, max_step_ms: float) -> None:
+        if not max_step_ms > 0:
+            raise InvalidRequest(f"max_step_ms: expected more than 0, got {max_step_ms}")
+        runtime, m = self.runtime, self.runtime.manifest
+        runtime.step_budget_ns = round(max_step_ms * 1e6)
+        runtime.first_chunk = first_chunk(
+            runtime.target, float(m.stream_bytes), m.row_flops, max_step_ms * 1e3, m.max_rows
+        )
+
+    def kv(self, slot: int) -> Kv:
+        """Keys and values of the sequence in a slot (see `Request.slot`) as far as they are computed.
+
+        Raises InvalidRequest when no request holds it."""
+
+        def read(runtime: Runtime) -> Kv:
+            occupant = self._slots[slot] if 0 <= slot < len(self._slots) else None
+            if occupant is None:
+                raise InvalidRequest(f"kv: no request holds slot {slot}; there are slots 0 to {len(self._slots) - 1}")
+            return read_kv(runtime, occupant.lease.pages, occupant.computed())
+
+        return self._aside(read)
+
+    def put_kv(self, kv: Kv) -> None:
+        """Keep keys and values as a prefix that later requests reuse, until the room is needed.
+
+        Raises InvalidRequest when they do not fit the program, CapacityError when there is no room."""
+
+        def write(runtime: Runtime) -> None:
+            check_kv(runtime, kv)
+            write_kv(runtime, kv, self._pages.store(kv.tokens))
+
+        self._aside(write)
+
     def stats(self) -> EngineStats:
-        return EngineStats(self._steps, self._launches, self._kernel_tokens, self._tokens, self._number, self._faults)
+        prefix = self._pages.stats
+        return EngineStats(
+            self._steps, self._launches, self._kernel_tokens, self._tokens, self._number, self._faults, prefix
+        )
 
     def load(self) -> EngineLoad:
         running = sum(occupant is not None for occupant in self._slots)
@@ -280,6 +342,7 @@ class Engine:
         try:
             while self._wait_for_work():
                 self._run_between()
+                self._run_side_jobs()
                 self._run_jobs()
                 self._admit()
                 if any(self._slots):
@@ -291,9 +354,12 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when the engine closes."""
         with self._changed:
-            while not (self._closing or self._queue or self._jobs or self._between or any(self._slots)):
+            while not (self._closing or self._waiting() or any(self._slots)):
                 self._changed.wait()
             return not self._closing
+
+    def _waiting(self) -> bool:
+        return bool(self._queue or self._jobs or self._between or self._side_jobs)
 
     def _run_between(self) -> None:
         while self._between:
@@ -308,8 +374,13 @@ class Engine:
             if job is None:
                 return
             job.run(self.runtime)
+            self._pages.release_all()
             if job.error is not None:
                 self._recover(job.error)
+
+    def _run_side_jobs(self) -> None:
+        while self._side_jobs:
+            self._side_jobs.popleft().run(self.runtime)
 
     def _run_launch(self) -> None:
         """One bounded launch, from its start to the last event."""
@@ -322,6 +393,7 @@ class Engine:
                 self._dispatch()
                 self._post_changes()
                 self._admit()
+                self._run_side_jobs()
             report = self.runtime.finish()
         except DeviceFault as fault:
             self._dispatch()
@@ -343,7 +415,7 @@ class Engine:
                     self._queue.popleft()
                 waiting = self._queue[0] if self._queue and not self._jobs and not self._closing else None
             slot = next((i for i, o in enumerate(self._slots) if o is None), None)
-            if waiting is None or slot is None or not self._pages.fits(waiting.limit):
+            if waiting is None or slot is None or not self._pages.fits(waiting.limit, waiting.reusable):
                 return
             if not self._start(waiting, slot):
                 return
@@ -356,15 +428,18 @@ class Engine:
         bias = request.next_bias(runtime.manifest.vocab) if request.biased else None
         if request.done:  # by its processor
             return True
-        pages = self._pages.reserve(request.number, request.limit)
+        lease = self._pages.reserve(request.number, request.limit, request.reusable)
+        if lease.copy is not None:
+            runtime.copy_page(*lease.copy)
         runtime.set_prompt(slot, request.prompt_ids)
-        runtime.set_pages(slot, pages)
+        runtime.set_pages(slot, lease.pages)
         if request.embeddings is not None:
             runtime.set_inputs(slot, [at for at, i in enumerate(request.prompt_ids) if i < 0], request.embeddings)
         stops = request.stops[:MAX_STOPS]
         state = np.zeros((), SLOT.dtype)
         state["status"], state["request"] = SlotStatus.ACTIVE, request.number
-        state["prompt_length"], state["limit"] = len(request.prompt_ids), request.limit
+        state["position"], state["prompt_length"] = lease.reused, len(request.prompt_ids)
+        state["limit"] = request.limit
         state["stop_count"], state["stop"][: len(stops)] = len(stops), stops
         for name, value in request.params.fields().items():
             state["sampling"][name] = value
@@ -374,10 +449,10 @@ class Engine:
             state["gate"] = len(request.prompt_ids) if request.processor else 0
         command = {"kind": CommandKind.ADMIT, "slot": slot, "request": request.number, "state": state}
         if not runtime.post(command):
-            self._pages.release(request.number, pages)
+            self._pages.release(lease, request.prompt_ids[: lease.reused])
             return False
-        self._slots[slot] = _Occupant(request, pages)
-        request.admitted()
+        self._slots[slot] = _Occupant(request, lease, known=lease.reused)
+        request.admitted(slot)
         return True
 
     def _post_changes(self) -> None:
@@ -406,15 +481,19 @@ class Engine:
                 raise MegakernelError(f"the kernel sent an event of slot {slot}, request {event['request']}: unknown")
             finish = Finish(int(event["finish"]))
             retired = int(event["kind"]) == EventKind.RETIRED
+            occupant.known = int(event["position"])  # its step has ended, so what comes before is in the pages
             if retired:
                 occupant.request.end("cancelled")
             else:
                 self._tokens += 1
+                if not occupant.made:
+                    occupant.lease = self._pages.publish(occupant.lease, occupant.request.prompt_ids)
+                occupant.made.append(int(event["token"]))
                 self._deliver(occupant.request, event, finish)
                 if occupant.request.processor is not None and not occupant.request.done:
                     self._open_gate(slot, occupant, int(event["position"]) + 1)
             if retired or finish is not Finish.NONE:
-                self._pages.release(occupant.request.number, occupant.pages)
+                self._pages.release(occupant.lease, occupant.computed())
                 self._slots[slot] = None
 
     def _open_gate(self, slot: int, occupant: _Occupant, position: int) -> None:
@@ -464,10 +543,9 @@ class Engine:
             self._closing = True
             self._failure = error
             left = [*self._queue, *(o.request for o in self._slots if o)]
-            jobs = [*self._jobs, *self._between]
-            self._queue.clear()
-            self._jobs.clear()
-            self._between.clear()
+            jobs = [*self._jobs, *self._between, *self._side_jobs]
+            for waiting in (self._queue, self._jobs, self._between, self._side_jobs):
+                waiting.clear()
         reason = error or EngineClosed("the engine was closed before the request finished")
         for request in left:
             request.fail(reason)

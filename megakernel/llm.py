@@ -25,7 +25,6 @@ from megakernel.request import Embedded, Processor
 from megakernel.runtime import MemoryReport
 from megakernel.sampling import SamplingParams
 from megakernel.settings import Settings, read_settings
-from megakernel.tasks.record import MAX_ROWS
 from megakernel.timeline import Timeline
 
 Prompt: TypeAlias = "str | Sequence[int] | Embedded | npt.NDArray[Any]"
@@ -43,7 +42,7 @@ class LLM:
         kv_dtype: str | None = None,
         max_slots: int = 8,
         max_context: int | None = None,
-        max_rows: int = MAX_ROWS,
+        max_rows: int | None = None,
         workers: int | None = None,
         target: str | None = None,
         policy: str = "balanced",
@@ -51,6 +50,8 @@ class LLM:
         hidden: bool = False,
         seed: int = 0,
         kv_pages: int | None = None,
+        share_prefixes: bool = True,
+        max_step_ms: float | None = None,
         steps_per_launch: int | None = None,
         chaos: bool = False,
         trace: bool = False,
@@ -62,8 +63,9 @@ class LLM:
         max_context: tokens of prompt and output together; default 4096, or the model's own limit if that is less.
         inputs: prompts may have embeddings instead of tokens. hidden: what the head reads can be asked for. Either
         takes host memory for every position of every slot.
+        max_rows: tokens that one step computes; default by the cost model.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
-        trace: the kernel is one that can record its timeline.
+        trace: the kernel is one that can record its timeline. share_prefixes, max_step_ms: as in `Engine`.
         """
         whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))
         for name, value, low in whole:
@@ -101,6 +103,8 @@ class LLM:
             runtime,
             stop_ids=origin.generation.eos_token_ids,
             steps_per_launch=steps_per_launch or chosen.steps_per_launch,
+            share_prefixes=share_prefixes,
+            max_step_ms=max_step_ms,
         )
 
     # ------------------------------------------------------------------------------------------ generating

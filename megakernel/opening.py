@@ -14,7 +14,6 @@ from megakernel.origin import Origin, Progress, open_origin
 from megakernel.runtime import Runtime
 from megakernel.settings import Settings, read_settings
 from megakernel.target import Target, find_target
-from megakernel.tasks.record import MAX_ROWS
 
 
 def compile(
@@ -26,7 +25,7 @@ def compile(
     kv_dtype: str | None = None,
     max_slots: int = 8,
     max_context: int | None = None,
-    max_rows: int = MAX_ROWS,
+    max_rows: int | None = None,
     workers: int | None = None,
     policy: str = "balanced",
     settings: Settings | None = None,

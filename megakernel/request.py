@@ -87,6 +87,7 @@ class Request:
         self.embeddings: npt.NDArray[np.float32] | None = None  # in the order of the ids below 0, for which they stand
         self.wants_hidden = False
         self.prompt_hidden: npt.NDArray[np.float32] | None = None  # [prompt, hidden], from the first token on
+        self.slot: int | None = None  # the slot that it got
         self._cancel = cancel
         self._listen = listen
         self._tokens: list[Token] = []
@@ -150,6 +151,12 @@ class Request:
     def biased(self) -> bool:
         return self.processor is not None or bool(self.params.bias)
 
+    @property
+    def reusable(self) -> tuple[int, ...]:
+        """The prompt as far as others' keys and values may stand for it: what is taken over is not computed, so nobody
+        sees its hidden states."""
+        return () if self.wants_hidden else self.prompt_ids
+
     def next_bias(self, vocab: int) -> npt.NDArray[np.float32] | None:
         """What is added to the logits of the next token; None for nothing. Ends the request when the processor does
         so, fails it when the processor fails."""
@@ -170,7 +177,8 @@ class Request:
             self.fail(InvalidRequest("the logits processor allows no token"))
         return row
 
-    def admitted(self) -> None:
+    def admitted(self, slot: int) -> None:
+        self.slot = slot
         self._admitted = time.perf_counter()
 
     def put(self, token: Token, reason: str | None) -> bool:

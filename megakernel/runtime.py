@@ -1,7 +1,8 @@
 """A program loaded on a device: its memory, its arguments, its launches and its faults. It knows no requests.
 
 One thread uses a Runtime. While a launch runs, only `post`, `events`, `wait`, `running`, `set_bias` (of a slot
-that is gated), `set_prompt` and `set_pages` (of a slot that the kernel does not hold) may be called.
+that is gated), `set_prompt` and `set_pages` (of a slot that the kernel does not hold), `page`, `set_page` and
+`copy_page` (of pages that no slot of the kernel writes) may be called.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from megakernel.tasks.record import (
     NONE,
     RING_ENTRIES,
     SLOT,
-    STEP,
     TOKEN_RING,
     ExitReason,
     FaultKind,
+    row_capacity,
+    step_header,
 )  # fmt: skip
 
 POISON = 0xFF  # workspace bytes before the first step: NaN in every float format
@@ -86,7 +88,7 @@ def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
     return (
         ("queues", m.workers * m.queue_length * 128, False),
         ("counters", max(1, m.counter_count) * COUNTER_STRIDE * 8, False),
-        ("headers", 2 * STEP.size, False),
+        ("headers", 2 * step_header(row_capacity(m.max_rows)).size, False),
         ("launch", LAUNCH.size, False),
         ("slots", m.max_slots * SLOT.size, False),
         ("page_table", m.max_slots * m.pages_per_slot * 4, False),
@@ -123,6 +125,8 @@ class Runtime:
         self.device = device
         self.kv_pages = kv_pages if kv_pages is not None else m.max_slots * m.pages_per_slot
         self.spin_budget_ns = spin_budget_ns
+        self.step_budget_ns = 0  # of steps with decode and prompt rows; 0: none
+        self.first_chunk = m.max_rows  # prompt rows of the first such step
         self.chaos_seed = 0
         self.drop_signal = NONE  # counter whose next signal a chaos build loses
         self._recorder: Recorder | None = None
@@ -213,6 +217,8 @@ class Runtime:
                     "vocab": m.vocab,
                     "chaos_seed": self.chaos_seed,
                     "drop_signal": self.drop_signal,
+                    "first_chunk": self.first_chunk,
+                    "step_budget_ns": self.step_budget_ns,
                     **(self._recorder.args() if self._recorder else {}),
                 }
             )
@@ -341,6 +347,25 @@ class Runtime:
         row = np.zeros(self.manifest.pages_per_slot, np.uint32)
         row[: len(pages)] = pages
         self.device.upload(self._buffers["page_table"], slot * row.nbytes, row)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of the KV pool in all layers to one that no slot of the kernel uses."""
+        m, pool = self.manifest, self._buffers["kv"]
+        size = m.kv_heads * m.kv_unit_bytes
+        for layer in range(m.kv_layers if source != target else 0):
+            first = layer * self.kv_pages
+            self.device.copy(pool, (first + source) * size, (first + target) * size, size)
+
+    def page(self, layer: int, page: int) -> npt.NDArray[Any]:
+        """A copy of a page of one layer, uint8 [kv_heads, kv_unit_bytes]."""
+        m = self.manifest
+        size = m.kv_heads * m.kv_unit_bytes
+        raw = self.device.download(self._buffers["kv"], (layer * self.kv_pages + page) * size, size)
+        return raw.reshape(m.kv_heads, m.kv_unit_bytes)
+
+    def set_page(self, layer: int, page: int, data: npt.NDArray[Any]) -> None:
+        """Replace a page, as `page` gives it, that no slot of the kernel uses."""
+        self.device.upload(self._buffers["kv"], (layer * self.kv_pages + page) * data.nbytes, data)
 
     def slot_state(self, slot: int) -> dict[str, Any]:
         """The kernel's own SlotState; between launches."""

@@ -17,6 +17,7 @@ from megakernel.builder.kernel import kernel_source, variant_text, variants_of
 from megakernel.builder.lower import Limits, Lowered, lower
 from megakernel.builder.memory import MemoryPlan, plan
 from megakernel.builder.program import FORMAT, Manifest, NodeInfo, Program, WorkspaceTensor
+from megakernel.builder.rows import default_rows, row_flops
 from megakernel.device.device import Device, KernelSource
 from megakernel.errors import CapacityError, LoweringError, ProgramError
 from megakernel.graph import LOGITS, Graph
@@ -28,7 +29,7 @@ from megakernel.scheduler.relay import add_relays
 from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.verify import verify
 from megakernel.target import Target
-from megakernel.tasks.record import MAX_ROWS, abi_hash
+from megakernel.tasks.record import MAX_ROWS, TILE_ROWS, abi_hash, row_capacity
 from megakernel.tasks.task import Addresses, DType, TaskNode, all_fields
 
 Progress = Callable[[str], None]  # name of the stage that begins
@@ -66,7 +67,7 @@ def plan_graph(
     kv_dtype: str | None = None,
     max_slots: int = 8,
     max_context: int | None = None,
-    max_rows: int = MAX_ROWS,
+    max_rows: int | None = None,
     policy: str = "balanced",
     keep_tensors: bool = False,
     inputs: bool = False,
@@ -76,15 +77,23 @@ def plan_graph(
 
     keep_tensors: no two tensors of a step share memory, so that all can be looked at after it. inputs: a prompt may
     have embeddings instead of tokens. hidden: what the head reads goes out to the host."""
-    limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, max_rows)
+    limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, max_rows or TILE_ROWS)
     limits = replace(limits, inputs=inputs, hidden=hidden)
     lowered = lower(graph, target, limits)
+    if max_rows is None and (rows := _rows(lowered, limits, target)) != limits.max_rows:
+        limits = replace(limits, max_rows=rows)
+        lowered = lower(graph, target, limits)
     policies = find_policies()
     if policy not in policies:
         raise LoweringError(f"unknown policy {policy!r}; known: {', '.join(policies)}")
     memory = plan(lowered.nodes, lowered.tensors, reuse=not (target.value_edges or keep_tensors))
-    context = min(512, limits.max_context)
-    made = schedule(lowered.nodes, policies[policy](lowered.nodes, target, context), policy, alias=memory.at)
+    if memory.total >= 1 << 32:
+        raise CapacityError(
+            f"the workspace takes {memory.total:,} bytes and must stay below 4 GiB; lower max_rows ({limits.max_rows}) "
+            f"or max_context ({limits.max_context})"
+        )
+    placed = policies[policy](lowered.nodes, target, context_of(limits))
+    made = schedule(lowered.nodes, placed, policy, alias=memory.at)
     made = add_relays(made, target)
     verify(made, memory.at)
     if target.value_edges:
@@ -94,7 +103,8 @@ def plan_graph(
 
 def plan_source(made: Plan, *, chaos: bool = False, trace: bool = False) -> KernelSource:
     """The kernel source of a plan."""
-    return kernel_source(made.lowered.nodes, made.target, chaos=chaos, trace=trace)
+    capacity = row_capacity(made.limits.max_rows)
+    return kernel_source(made.lowered.nodes, made.target, capacity=capacity, chaos=chaos, trace=trace)
 
 
 def build_program(
@@ -108,7 +118,7 @@ def build_program(
     kv_dtype: str | None = None,
     max_slots: int = 8,
     max_context: int | None = None,
-    max_rows: int = MAX_ROWS,
+    max_rows: int | None = None,
     policy: str = "balanced",
     keep_tensors: bool = False,
     inputs: bool = False,
@@ -120,7 +130,8 @@ def build_program(
     """Build a program for `target` with the compiler of `device` (which need not have its hardware here).
 
     `config`: Hugging Face keys, as in `Checkpoint.config`. `max_context` defaults to 4096 or the model's own limit if
-    that is less. `cache`: folder of compiled kernels. Raises LoweringError, ScheduleError, BuildError, NoCompiler.
+    that is less, `max_rows` to what the cost model says. `cache`: folder of compiled kernels. Raises LoweringError,
+    ScheduleError, BuildError, NoCompiler.
     """
     options: dict[str, Any] = {
         "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
@@ -199,6 +210,11 @@ def _limits(
         raise CapacityError(f"max_context {wanted}: the model allows 1 to {most} positions")
     if not 1 <= rows <= MAX_ROWS:
         raise CapacityError(f"max_rows {rows}: a step carries 1 to {MAX_ROWS} rows")
+    if rows > TILE_ROWS and target.backend != "cpu":
+        raise LoweringError(
+            f"max_rows {rows}: the kernels of target {target.name} have room for {TILE_ROWS} rows in a step; give at "
+            f"most {TILE_ROWS}"
+        )
     if slots < 1:
         raise CapacityError(f"max_slots {slots}: at least 1 is needed")
     kinds = [d.value for d in DType]
@@ -212,6 +228,18 @@ def _limits(
     return Limits(DType(dtype), DType(kv_dtype or dtype), slots, wanted, rows)
 
 
+def context_of(limits: Limits) -> int:
+    """Tokens in the cache that the cost model assumes."""
+    return min(512, limits.max_context)
+
+
+def _rows(lowered: Lowered, limits: Limits, target: Target) -> int:
+    """max_rows of a program whose user did not say."""
+    row_bytes = plan(lowered.nodes, lowered.tensors, reuse=not target.value_edges).total / limits.max_rows
+    flops = row_flops(lowered.nodes, context_of(limits))
+    return default_rows(target, float(lowered.stream_bytes), flops, row_bytes)
+
+
 def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, variants: tuple[str, ...]) -> Manifest:
     low, limits, target = made.lowered, made.limits, made.target
     tensors = tuple(
@@ -221,7 +249,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
     nodes = tuple(_node_info(n) for n in low.nodes)
     return Manifest(
         format=FORMAT,
-        abi_hash=abi_hash(all_fields()),
+        abi_hash=abi_hash(all_fields(), row_capacity(limits.max_rows)),
         name=name,
         model=json.loads(json.dumps(asdict(made.graph.config))),  # as it reads back from a file
         rope=tuple(json.loads(json.dumps(low.ropes))),
@@ -260,6 +288,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         input_cols=made.graph.config.hidden if limits.inputs else sum(t.cols for t in made.graph.inputs),
         hidden_cols=made.graph.config.hidden if limits.hidden else 0,
         output_cols=0 if made.graph.output == LOGITS else sum(low.tensors[t].cols for t in made.graph.outputs),
+        row_flops=row_flops(low.nodes, context_of(limits)),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megakernel.device.device import KernelSource
 from megakernel.target import Target
-from megakernel.tasks.record import c_header
+from megakernel.tasks.record import TILE_ROWS, c_header
 from megakernel.tasks.task import TASKS_FOLDER, TaskNode, all_fields, device_half
 
 ABI_HEADER = "megakernel_abi.h"
@@ -25,9 +25,9 @@ def variant_text(node: TaskNode) -> str:
 
 
 def kernel_source(
-    nodes: Sequence[TaskNode], target: Target, *, chaos: bool = False, trace: bool = False
+    nodes: Sequence[TaskNode], target: Target, *, capacity: int = TILE_ROWS, chaos: bool = False, trace: bool = False
 ) -> KernelSource:
-    """Source of the kernel that runs these nodes on this target."""
+    """Source of the kernel that runs these nodes on this target; a step has room for `capacity` rows."""
     halves = [device_half(task) for task in {n.task for n in nodes}]
     outside = sorted(str(path) for path in halves if path.parent != TASKS_FOLDER)
     files = sorted({path.stem for path in halves if path.parent == TASKS_FOLDER} | LANGUAGE_MODEL)
@@ -48,4 +48,4 @@ def kernel_source(
         "MEGAKERNEL_ENTRY(megakernel::tasks::Tasks)",
         "",
     ]
-    return KernelSource("\n".join(lines), {ABI_HEADER: c_header(all_fields())}, target, chaos, trace)
+    return KernelSource("\n".join(lines), {ABI_HEADER: c_header(all_fields(), capacity)}, target, chaos, trace)

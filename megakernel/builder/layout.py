@@ -331,6 +331,27 @@ def _vectors(target: Target, dtype: DType, n: int, k: int) -> PackedLayout:
     return PackedLayout(n, k, tiles * 16, columns, 16, unit, dtype, layout)
 
 
+def page_layouts(target: Target, dtype: DType, head_dim: int, page_tokens: int) -> tuple[Array, Array]:
+    """Where keys and values are in a page of one KV head: element index of (token, dim), each [page_tokens, head_dim].
+
+    As `tile_index` of the target's device half orders the two tiles of a page, or its matrix cores their operands."""
+    d, t = head_dim, page_tokens
+    if target.backend == "cuda":
+        keys = Layout(((8, t // 8), (8, 4, d // 32)), ((32, 8 * d), (1, 8, 256)))
+        values = Layout(((2, 4, 4, t // 32), (8, d // 8)), ((1, 8, 2, 32 * d), (32, 256)))
+    else:
+        pair = 1 if dtype is DType.F32 else 2
+        keys = Layout((t, (pair, d // pair)), (pair, (1, t * pair)))
+        values = Layout(((pair, t // pair), d), ((1, d * pair), pair))
+    return _grid(keys), _grid(values) + d * t
+
+
+def _grid(layout: Layout) -> Array:
+    """Offsets of a layout of two modes, [first, second]."""
+    rows, columns = (np.array(list(Layout(s, d).offsets())) for s, d in _axes(layout))
+    return np.asarray(rows[:, None] + columns[None, :])
+
+
 def pack(packed: PackedLayout, matrix: Array) -> Array:
     """The elements of `matrix` [n, k] in packed order, padding zero; flat, of the same dtype.
 

@@ -16,7 +16,7 @@ from megakernel.errors import LoweringError
 from megakernel.graph import LOGITS, Graph, RopeSpec, Tensor
 from megakernel.target import Target
 from megakernel.tasks import advance, attention, combine, embedding, hidden, input, matmul, norm, output, sample
-from megakernel.tasks.record import SAMPLE_RESULT
+from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS
 from megakernel.tasks.task import DType, TaskNode, all_operators
 
 UNIT_BYTES = 16 << 10  # of one KV page and head where pages travel through a ring
@@ -34,6 +34,11 @@ class Limits:
     max_rows: int
     inputs: bool = False  # rows of the host may stand for tokens of a prompt
     hidden: bool = False  # what the head reads goes out to the host
+
+    @property
+    def sampled_rows(self) -> int:
+        """Rows of a step that may want a token: a slot has at most one."""
+        return min(self.max_rows, max(TILE_ROWS, self.max_slots))
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ class _Lowering:
         kind = "interleaved" if glu else "matrix"
         weight = self._weight(f"{item.name}.weight", kind, rows, k, parts, layout.bytes, order=order, inner=inner)
         bias = self._bias(item, parts, layout.n_padded, glu)
-        self._tensor(item.output, n)
+        self._tensor(item.output, n, self.limits.sampled_rows if item.sampled else None)
         self.nodes.append(
             matmul.node(
                 item.name, n=n, k=k, input=item.input, output=item.output, weight=weight, dtype=self.limits.dtype,
@@ -258,7 +263,7 @@ class _Lowering:
         self.nodes.append(hidden.node("hidden", cols=cols, input=source, tile_cols=norm_tile(self.target, cols)))
 
     def _sampling(self) -> None:
-        vocab, rows = self.graph.config.vocab, self.limits.max_rows
+        vocab, rows = self.graph.config.vocab, self.limits.sampled_rows
         self.tensors["sample.scaled"] = TensorSize(rows, vocab, "f32")
         self.tensors["sample.result"] = TensorSize(rows, SAMPLE_RESULT.size, "u8")
         logits = self.tensors[self.graph.output]
@@ -269,13 +274,14 @@ class _Lowering:
             sample.node("sample", vocab=vocab, logits=self.graph.output, scaled="sample.scaled", result="sample.result",
                         max_rows=rows)
         )  # fmt: skip
+        paced, inputs = self.target.backend == "cpu", self.limits.inputs
         self.nodes.append(
-            advance.node("advance", result="sample.result", logits=self.graph.output, inputs=self.limits.inputs)
+            advance.node("advance", result="sample.result", logits=self.graph.output, inputs=inputs, paced=paced)
         )
 
     # ------------------------------------------------------------------------------------------ parts
-    def _tensor(self, name: str, cols: int) -> None:
-        self.tensors[name] = TensorSize(self.limits.max_rows, cols, "f32")
+    def _tensor(self, name: str, cols: int, rows: int | None = None) -> None:
+        self.tensors[name] = TensorSize(rows or self.limits.max_rows, cols, "f32")
 
     def _piece(self, pages: int, head_dim: int) -> int:
         """Tokens of an item: those of the target, or as many whole pages as its ring holds, halved until they fit."""

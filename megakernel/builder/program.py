@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.errors import ProgramError
-from megakernel.tasks.record import RECORD, abi_hash
+from megakernel.tasks.record import RECORD, abi_hash, row_capacity
 from megakernel.tasks.task import all_fields
 
 FORMAT = 2
@@ -149,6 +149,7 @@ class Manifest:
     input_cols: int = 0  # floats of a row that the host may give in place of a token; 0: it may not
     hidden_cols: int = 0  # of what the head reads, when it goes out to the host
     output_cols: int = 0  # floats of a row to the host; 0 for a program that gives tokens
+    row_flops: float = 0.0  # floating-point operations of one row, for the cost model
 
     def tensor(self, name: str) -> WorkspaceTensor:
         for t in self.tensors:
@@ -247,7 +248,7 @@ class Program:
 
 def check_abi(manifest: Manifest) -> None:
     """Raise ProgramError when the program's structures are not this version's."""
-    here = abi_hash(all_fields())
+    here = abi_hash(all_fields(), row_capacity(manifest.max_rows))
     if manifest.abi_hash != here:
         raise ProgramError(
             f"program {manifest.name} was built with record layout {manifest.abi_hash:016x}, this version has "

@@ -132,7 +132,10 @@ struct Worker {
     random_ = (uint64_t(a.chaos_seed) << 32 | (index + 1)) * 0x9E3779B97F4A7C15u;
   }
   Worker(const Worker&) = delete;
-  ~Worker() { ::free(memory_); }
+  ~Worker() {
+    ::free(memory_);
+    ::free(wide_);
+  }
 
   MK_INLINE uint32_t lane() const { return 0; }
   static constexpr uint32_t lanes() { return 1; }
@@ -175,6 +178,12 @@ struct Worker {
     const uint64_t bytes = (count * sizeof(T) + 63) & ~uint64_t(63);
     if (bytes > memory_bytes_) grow(bytes);
     return static_cast<T*>(memory_);
+  }
+
+  // Memory of dot_tile alone.
+  MK_INLINE float* wide(uint64_t count) {
+    if (count > wide_count_) grow_wide(count);
+    return wide_;
   }
 
   void notify_host() { host.notify(&host); }
@@ -248,6 +257,8 @@ struct Worker {
  private:
   void* memory_ = nullptr;
   uint64_t memory_bytes_ = 0;
+  float* wide_ = nullptr;
+  uint64_t wide_count_ = 0;
   uint64_t random_ = 0;
   uint32_t spins_ = host.spins;  // pauses before it sleeps, by what the last waits were like
 
@@ -255,6 +266,14 @@ struct Worker {
     free(memory_);
     memory_bytes_ = bytes + bytes / 2;
     if (posix_memalign(&memory_, 4096, memory_bytes_) != 0) abort();
+  }
+
+  __attribute__((noinline)) void grow_wide(uint64_t count) {
+    ::free(wide_);
+    wide_count_ = count + count / 2;
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 4096, wide_count_ * sizeof(float)) != 0) abort();
+    wide_ = static_cast<float*>(memory);
   }
 
   template <class Word, class Idle>

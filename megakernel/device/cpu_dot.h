@@ -96,14 +96,62 @@ MK_INLINE void dot_rows(float* out, uint32_t ld_out, const float* x, uint32_t ld
   }
 }
 
+// Many rows of a float32 tile: blocks of more rows and fewer columns, as many as the registers hold; measured.
+template <int kN, int kLanes>
+MK_INLINE void dot_many(float* out, uint32_t ld_out, const float* x, uint32_t ld_x, const char* tile, uint32_t rows,
+                        uint32_t k, bool accumulate) {
+  constexpr DType kF32 = DType::kF32;
+  constexpr int kRows = kWide == 16 ? 8 : 5, kVectors = kN / kLanes;
+  uint32_t r = 0;
+  for (; r + kRows <= rows; r += kRows) {
+    for (int j = 0; j < kVectors; j += 2) {
+      dot_block<kF32, kN, kLanes, kRows, 2, false>(out + r * ld_out + j * kLanes, ld_out, x + r * ld_x, ld_x,
+                                                   tile + j * kLanes * 4, k, accumulate);
+    }
+  }
+  if (r == rows) return;
+  for (int j = 0; j < kVectors; j += 2) {
+    dot_rows<kF32, kN, kLanes, 2>(out + r * ld_out + j * kLanes, ld_out, x + r * ld_x, ld_x, tile + j * kLanes * 4,
+                                  rows - r, k, accumulate);
+  }
+}
+
+constexpr uint32_t kManyRows = 24;
+
+// A tile of 16-bit numbers as float32, exactly.
+template <DType kType, int kN, int kLanes>
+MK_INLINE void widen_tile(float* out, const char* tile, uint32_t k) {
+  using F = Vector<float, kLanes>;
+  using I = Vector<int32_t, kLanes>;
+  for (uint32_t c = 0; c < k; c += 2, tile += kN * 4) {
+    for (int line = 0; line < kN * 4; line += 64) __builtin_prefetch(tile + 2048 + line);
+    for (int j = 0; j < kN / kLanes; ++j) {
+      const I pair = load_whole<I>(tile + j * kLanes * 4);
+      const F even = widen_high<kType, F>(pair << 16), odd = widen_high<kType, F>(pair);
+      __builtin_memcpy(out + uint64_t(c) * kN + j * kLanes, &even, sizeof even);
+      __builtin_memcpy(out + uint64_t(c + 1) * kN + j * kLanes, &odd, sizeof odd);
+    }
+  }
+}
+
 template <DType kType, int kN, class W>
-__attribute__((noinline)) void dot_tile(W&, float* out, uint32_t ld_out, const float* x, uint32_t ld_x,
+__attribute__((noinline)) void dot_tile(W& worker, float* out, uint32_t ld_out, const float* x, uint32_t ld_x,
                                         const void* stage, uint32_t rows, uint32_t k, bool accumulate) {
   static_assert(kN % kWidth == 0, "a tile has whole vectors of columns");
   constexpr int kLanes = kN % kWide == 0 ? kWide : kWidth;
   constexpr int kVectors = kN / kLanes;
   const char* tile = static_cast<const char*>(stage);
   if (rows == 0) return;
+  if constexpr (kVectors % 2 == 0) {
+    if (rows >= kManyRows) {
+      if constexpr (kType != DType::kF32) {
+        float* wide = worker.wide(uint64_t(k) * kN);
+        widen_tile<kType, kN, kLanes>(wide, tile, k);
+        tile = reinterpret_cast<const char*>(wide);
+      }
+      return dot_many<kN, kLanes>(out, ld_out, x, ld_x, tile, rows, k, accumulate);
+    }
+  }
   for (int j = 0; j + 4 <= kVectors; j += 4) {
     dot_rows<kType, kN, kLanes, 4>(out + j * kLanes, ld_out, x, ld_x, tile + j * kLanes * 4, rows, k, accumulate);
   }

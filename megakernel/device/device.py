@@ -125,5 +125,11 @@ class Device(ABC):
     @abstractmethod
     def download(self, buffer: Buffer, offset: int, nbytes: int) -> Bytes: ...
 
+    def copy(self, buffer: Buffer, source: int, target: int, nbytes: int) -> None:
+        """Copy inside a buffer, from byte `source` to byte `target`; done when it returns.
+
+        A kernel that touches neither place may run."""
+        self.upload(buffer, target, self.download(buffer, source, nbytes))
+
     @abstractmethod
     def free(self, buffer: Buffer) -> None: ...

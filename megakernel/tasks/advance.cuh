@@ -6,6 +6,7 @@ namespace megakernel::tasks {
 
 struct AdvanceConfig {
   bool inputs = false;
+  bool paced = false;
 };
 
 template <AdvanceConfig kConfig>
@@ -14,6 +15,9 @@ struct Advance {
 
   MK_DEVICE static void execute(Worker& w, const abi::Record&, const Fields& f) {
     const uint64_t reported = launch(w)->ring_written;
+    if constexpr (kConfig.paced) {
+      if (w.lane() == 0) measure(w);
+    }
     if (w.lane() == 0) take_tokens(w, workspace<const abi::SampleResult>(w, f.result));
     w.sync();
     take_commands(w);
@@ -185,7 +189,12 @@ struct Advance {
     abi::LaunchState* state = launch(w);
     abi::StepHeader& h = at<abi::StepHeader>(w.args.headers)[step & 1];
     h.step = step;
-    fill_rows(w, h);
+    if constexpr (kConfig.paced) {
+      share_rows(w, h);
+      if (w.args.step_budget_ns != 0) state->began_ns = dev::clock_ns();
+    } else {
+      fill_rows(w, h);
+    }
     abi::ExitReason exit = abi::ExitReason::kRunning;
     if (state->step >= w.args.step_limit) exit = abi::ExitReason::kSteps;
     if (h.rows == 0) exit = abi::ExitReason::kIdle;
@@ -225,6 +234,107 @@ struct Advance {
         if (last && gated(slot, p + 1)) break;
         add_row(h, index, prompt[p], p, slot.position, last);
       }
+    }
+  }
+
+  // Rows of this step: tokens of prompts, and of slots past their prompt.
+  struct Carried {
+    uint32_t prompt = 0, decode = 0;
+  };
+
+  MK_DEVICE static Carried carried(const Worker& w) {
+    Carried c;
+    for (uint32_t r = 0; r < w.header->rows; ++r) {
+      const abi::Row& row = w.header->row[r];
+      ++(row.position < slots(w)[row.slot].prompt_length ? c.prompt : c.decode);
+    }
+    return c;
+  }
+
+  // The chunk follows what steps with decode and prompt rows took.
+  MK_DEVICE static void measure(Worker& w) {
+    const uint64_t budget = w.args.step_budget_ns;
+    if (budget == 0) return;
+    abi::LaunchState* state = launch(w);
+    const Carried c = carried(w);
+    if (c.prompt == 0 || c.decode == 0) return;
+    const uint64_t took = dev::clock_ns() - state->began_ns;
+    const uint32_t chunk = chunk_of(w);
+    if (took > budget) {
+      const uint64_t fitting = uint64_t(least(chunk, c.prompt)) * budget / took;
+      state->chunk = fitting > 1 ? uint32_t(fitting) : 1;
+    } else if (took < budget / 10 * 8 && c.prompt >= chunk) {
+      state->chunk = least(w.args.max_rows, chunk + chunk / 4 + 1);
+    }
+  }
+
+  MK_DEVICE static uint32_t chunk_of(const Worker& w) {
+    const uint32_t chunk = launch(w)->chunk;
+    return chunk != 0 ? chunk : most(1, w.args.first_chunk);
+  }
+
+  // One row for each slot past its prompt, then the prompts share the room that is left.
+  MK_DEVICE static void share_rows(Worker& w, abi::StepHeader& h) {
+    h.rows = 0;
+    h.sampled = 0;
+    const uint32_t count = w.args.max_slots, start = uint32_t(h.step % count);
+    uint32_t prompts = 0;
+    for (uint32_t i = 0; i < count; ++i) prompts += prompt_rows(w, i) > 0;
+    const uint32_t room = w.args.max_rows;
+    uint32_t decode_room = room;  // more slots than rows take turns; a prompt is never starved, nor does it starve others
+    if (prompts > 0) decode_room = room > 1 ? room - 1 : uint32_t(h.step % 2);
+    for (uint32_t i = 0; i < count && h.rows < decode_room; ++i) {
+      const uint32_t index = count > room ? (start + i) % count : i;
+      const abi::SlotState& slot = slots(w)[index];
+      if (!active(slot) || slot.position < slot.prompt_length || gated(slot, slot.position + 1)) continue;
+      add_row(h, index, slot.last_token, slot.position, slot.position, true);
+    }
+    if (prompts == 0) return;
+    uint32_t left = room - h.rows;
+    if (h.rows > 0 && w.args.step_budget_ns != 0) left = least(left, chunk_of(w));
+    uint32_t level = 0;
+    share_out(w, left, prompts, level);
+    for (uint32_t i = 0; i < count; ++i) {  // who gets the odd rows changes from step to step
+      const uint32_t index = (start + i) % count;
+      uint32_t rows = prompt_rows(w, index);
+      if (rows > level) {
+        rows = level + (left > 0 ? 1 : 0);
+        left -= left > 0 ? 1 : 0;
+      }
+      add_prompt(w, h, index, rows);
+    }
+  }
+
+  // Prompt tokens of a slot that the next step may compute.
+  MK_DEVICE static uint32_t prompt_rows(const Worker& w, uint32_t index) {
+    const abi::SlotState& slot = slots(w)[index];
+    if (!active(slot) || slot.position >= slot.prompt_length) return 0;
+    return slot.prompt_length - slot.position - (gated(slot, slot.prompt_length) ? 1 : 0);
+  }
+
+  // The level to which `left` rows fill the prompts: who wants no more gets all it wants, each of the others gets `level`
+  // rows, and `left` of them one more.
+  MK_DEVICE static void share_out(const Worker& w, uint32_t& left, uint32_t prompts, uint32_t& level) {
+    const uint32_t count = w.args.max_slots;
+    while (prompts > 0 && left >= prompts) {
+      const uint32_t more = left / prompts;
+      uint32_t waiting = 0;
+      for (uint32_t i = 0; i < count; ++i) {
+        const uint32_t wants = prompt_rows(w, i);
+        if (wants > level) left -= least(wants - level, more);
+        waiting += wants > level + more;
+      }
+      level += more;
+      prompts = waiting;
+    }
+    if (prompts == 0) left = 0;
+  }
+
+  MK_DEVICE static void add_prompt(const Worker& w, abi::StepHeader& h, uint32_t index, uint32_t rows) {
+    const abi::SlotState& slot = slots(w)[index];
+    const int32_t* prompt = tokens(w, index);
+    for (uint32_t p = slot.position; p < slot.position + rows; ++p) {
+      add_row(h, index, prompt[p], p, slot.position, p + 1 == slot.prompt_length);
     }
   }
 

@@ -7,6 +7,11 @@ mailbox: ADMIT puts a sequence into a slot, CANCEL frees one and reports EventKi
 whose bias the host makes anew for every token) sample up to another position. The next step computes one
 row for each slot that is past its prompt, then as many prompt tokens as rows are left, in slot order; the last token
 of a prompt is a sampled row. With no row to compute the launch ends (ExitReason.IDLE), at the step limit too (STEPS).
+
+A paced program shares the rows that are left evenly among the prompts, so that a short prompt does not wait for a long
+one, and keeps steps that carry both kinds of rows under `step_budget_ns`: such a step has at most `chunk` prompt rows,
+first as many as the cost model says; a step that took longer shrinks it, one that took clearly less lets it grow.
+Neither changes what a row computes.
 """
 
 from __future__ import annotations
@@ -21,7 +26,10 @@ from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Varia
 
 @dataclass(frozen=True)
 class AdvanceConfig(Variant):
+    """`paced`: prompts share the rows evenly, and a step keeps to its budget; else prompts go in slot order."""
+
     inputs: bool = False  # whether a prompt may have ids below 0, which stand for rows of the host
+    paced: bool = False
 
 
 class Advance(Task):
@@ -58,7 +66,7 @@ class Advance(Task):
         return {"result": at.tensor(node.tensors["result"]), "logits": NONE if logits is None else at.tensor(logits)}
 
 
-def node(name: str, *, result: str, logits: str | None = None, inputs: bool = False) -> TaskNode:
+def node(name: str, *, result: str, logits: str | None = None, inputs: bool = False, paced: bool = False) -> TaskNode:
     """The end of a step. Tensor `result`: what `sample` wrote; `logits`: what it read."""
     tensors = {"result": result} if logits is None else {"result": result, "logits": logits}
-    return TaskNode(name, Advance, AdvanceConfig(inputs), 1, tensors)
+    return TaskNode(name, Advance, AdvanceConfig(inputs, paced), 1, tensors)

@@ -32,10 +32,11 @@ struct Attention {
   static constexpr uint32_t kPiecePages = kConfig.piece_tokens / kConfig.page_tokens;
   static constexpr uint32_t kHalfBytes = kDim * kPage * dev::bytes_of(kType);  // keys, or values, of a page
   static constexpr uint32_t kColumns = (kHeads + 2 * kConfig.kv_heads) * kDim;
+  static constexpr uint32_t kTileRows = 16;  // rows that go through a page together
 
   struct State {
     float* q;       // [rows of the group * kGroup][kDim], normed, rotated, scaled
-    float* scores;  // [..][kPage]
+    float* scores;  // [q-rows of a tile of rows][kPage]
     float* acc;     // [..][kDim]
     float* top;     // [..] largest score so far
     float* total;   // [..] sum of exp(score - top)
@@ -128,11 +129,11 @@ struct Attention {
 
   // Queries of the item's rows, and empty sums.
   MK_DEVICE static void load(Worker& w, const Fields& f, State& s, const Walk& at) {
-    const uint32_t heads = at.group_rows * kGroup;
-    s.q = w.template scratch<float>(uint64_t(heads) * (2 * kDim + kPage + 2) + 2 * kDim);
+    const uint32_t heads = at.group_rows * kGroup, tile_heads = least(at.group_rows, kTileRows) * kGroup;
+    s.q = w.template scratch<float>(uint64_t(heads) * (2 * kDim + 2) + uint64_t(tile_heads) * kPage + 2 * kDim);
     s.acc = s.q + heads * kDim;
     s.scores = s.acc + heads * kDim;
-    s.fresh = s.scores + heads * kPage;
+    s.fresh = s.scores + tile_heads * kPage;
     s.top = s.fresh + 2 * kDim;
     s.total = s.top + heads;
     for (uint32_t r = 0; r < at.group_rows; ++r) {
@@ -155,21 +156,12 @@ struct Attention {
     char* keys = static_cast<char*>(stage);
     char* values = keys + kHalfBytes;
     append(w, f, s, at, keys, values);
-    const uint32_t heads = at.group_rows * kGroup;
-    dev::dot_tile<kType, int(kPage)>(w, s.scores, kPage, s.q, kDim, keys, heads, kDim, false);
-    w.sync();
-    uint32_t tokens = 0;  // of the page that some row sees
-    for (uint32_t r = 0; r < at.group_rows; ++r) {
-      const uint32_t position = w.header->row[at.group_row + r].position;
-      const uint32_t base = at.page * kPage, seen = first_seen(position, f.window);
-      const uint32_t low = seen > base ? least(seen - base, kPage) : 0;
-      const uint32_t high = position >= base ? least(position - base + 1, kPage) : 0;
-      for (uint32_t g = 0; g < kGroup; ++g) softmax(w, f, s, r * kGroup + g, low, high);
-      if (low < high) tokens = most(tokens, high);
+    for (uint32_t first = 0; first < at.group_rows; first += kTileRows) {
+      const uint32_t rows = least(kTileRows, at.group_rows - first);
+      // Rows of a group are at consecutive positions: the last one sees most.
+      if (w.header->row[at.group_row + first + rows - 1].position < at.page * kPage) continue;
+      attend(w, f, s, at, keys, values, first, rows);
     }
-    w.sync();
-    dev::dot_tile<kType, int(kDim)>(w, s.acc, kDim, s.scores, kPage, values, heads, tokens + tokens % 2, true);
-    w.sync();
   }
 
   MK_DEVICE static void store(Worker& w, const Fields& f, State& s, const Walk& at) {
@@ -253,9 +245,34 @@ struct Attention {
     }
   }
 
+  // Rows [first, first + rows) of the item against its page.
+  MK_DEVICE static void attend(
+      Worker& w, const Fields& f, State& s, const Walk& at, const char* keys, const char* values, uint32_t first,
+      uint32_t rows) {
+    const uint32_t heads = rows * kGroup;
+    const uint64_t offset = uint64_t(first) * kGroup * kDim;
+    dev::dot_tile<kType, int(kPage)>(w, s.scores, kPage, s.q + offset, kDim, keys, heads, kDim, false);
+    w.sync();
+    uint32_t tokens = 0;  // of the page that some row sees
+    for (uint32_t r = 0; r < rows; ++r) {
+      const uint32_t position = w.header->row[at.group_row + first + r].position;
+      const uint32_t base = at.page * kPage, seen = first_seen(position, f.window);
+      const uint32_t low = seen > base ? least(seen - base, kPage) : 0;
+      const uint32_t high = position >= base ? least(position - base + 1, kPage) : 0;
+      for (uint32_t g = 0; g < kGroup; ++g) {
+        const uint32_t head = r * kGroup + g;
+        softmax(w, f, s, s.scores + head * kPage, first * kGroup + head, low, high);
+      }
+      if (low < high) tokens = most(tokens, high);
+    }
+    w.sync();
+    dev::dot_tile<kType, int(kDim)>(w, s.acc + offset, kDim, s.scores, kPage, values, heads, tokens + tokens % 2, true);
+    w.sync();
+  }
+
   // Scores of one head become weights; tokens outside [low, high) of the page weigh nothing.
-  MK_DEVICE static void softmax(Worker& w, const Fields& f, State& s, uint32_t h, uint32_t low, uint32_t high) {
-    float* scores = s.scores + h * kPage;
+  MK_DEVICE static void softmax(
+      Worker& w, const Fields& f, State& s, float* scores, uint32_t h, uint32_t low, uint32_t high) {
     if (low >= high) {
       w.for_each(kPage, [&](uint32_t i, auto part) { dev::store(scores + i, dev::splat(0.0f), part); });
       return;

@@ -20,7 +20,8 @@ from megakernel.errors import RecordError
 
 # ---------------------------------------------------------------------------------------------- limits
 MAX_WAITS = 5  # counters that one record can wait for
-MAX_ROWS = 16  # rows (tokens of any slots) in one step
+TILE_ROWS = 16  # rows (tokens of any slots) that every program has room for in a step
+MAX_ROWS = 512  # most rows that a program may have room for
 MAX_STOPS = 8  # stop tokens of one slot
 MAX_TOP = 20  # log-probabilities reported beside a token
 MAILBOX_ENTRIES = 64
@@ -32,7 +33,7 @@ NONE64 = 0xFFFFFFFFFFFFFFFF
 
 LIMITS: dict[str, int] = {
     "kMaxWaits": MAX_WAITS,
-    "kMaxRows": MAX_ROWS,
+    "kMaxRows": TILE_ROWS,
     "kMaxStops": MAX_STOPS,
     "kMaxTop": MAX_TOP,
     "kMailboxEntries": MAILBOX_ENTRIES,
@@ -307,19 +308,29 @@ ROW = Struct(
     doc="One token that this step computes.",
 )
 
-STEP = Struct(
-    "StepHeader",
-    (
+
+def row_capacity(max_rows: int) -> int:
+    """Rows that the structures of a program with `max_rows` have room for: few sizes, so that kernels are shared."""
+    return max(TILE_ROWS, 1 << (max_rows - 1).bit_length())
+
+
+@lru_cache(maxsize=8)
+def step_header(capacity: int) -> Struct:
+    """StepHeader of a program with room for that many rows."""
+    fields = (
         Field("step", "u64", doc="1, 2, ...; the factor of every wait"),
         Field("rows", "u32"),
         Field("sampled", "u32", doc="rows whose logits are wanted"),
         Field("exit", "u32", doc="ExitReason; not RUNNING means leave the kernel instead of running this step"),
-        Field("sample_row", "u32", MAX_ROWS, doc="row of each sampled row"),
-        Field("row", ROW, MAX_ROWS),
-    ),
-    pad_to=512,
-    doc="What a step computes. Two of them alternate by step parity.",
-)
+        Field("sample_row", "u32", capacity, doc="row of each sampled row"),
+        Field("row", ROW, capacity),
+    )
+    size = Struct("StepHeader", fields).size
+    return Struct("StepHeader", fields, pad_to=-(-size // 512) * 512, doc=_STEP_DOC)
+
+
+_STEP_DOC = "What a step computes. Two of them alternate by step parity."
+STEP = step_header(TILE_ROWS)
 
 SAMPLING = Struct(
     "Sampling",
@@ -445,6 +456,8 @@ LAUNCH = Struct(
         Field("steps_run", "u64", doc="steps completed since load"),
         Field("tokens_out", "u64"),
         Field("finished", "u64", doc="workers that ended a step, summed over steps: makes each step a full barrier"),
+        Field("began_ns", "u64", doc="device clock when this step's header was made; kept when steps have a budget"),
+        Field("chunk", "u32", doc="prompt rows that a step with decode rows may carry; 0: not yet known"),
     ),
     pad_to=128,
     doc="Control words in device memory.",
@@ -534,9 +547,10 @@ ARGS = Struct(
         Field("hidden", "u64", doc="address of float[max_slots][max_context][cols], host-visible; written by `hidden`"),
         Field("outputs", "u64", doc="address of float[max_slots][max_context][...], host-visible; 0: tokens only"),
         Field("trace_capacity", "u32", doc="events of each ring"),
-        Field("reserved", "u32"),
+        Field("first_chunk", "u32", doc="prompt rows of the first step that carries decode rows too"),
         Field("trace_first", "u64", doc="first step that is recorded"),
         Field("trace_last", "u64", doc="last step that is recorded"),
+        Field("step_budget_ns", "u64", doc="longest that a step with decode and prompt rows should take; 0: any time"),
     ),
     pad_to=256,
     doc="Everything the kernel is given. Addresses are the device's.",
@@ -551,8 +565,9 @@ OPCODE_END = 0xFFFF  # pads a queue
 OPCODE_TICKET = 0xFFFE  # take records from the shared list; the payload is a Ticket
 
 
-def c_header(task_fields: tuple[Struct, ...]) -> str:
-    """The whole shared header as C++ text, namespace `megakernel::abi`. `task_fields`: the payload of each task."""
+def c_header(task_fields: tuple[Struct, ...], capacity: int = TILE_ROWS) -> str:
+    """The whole shared header as C++ text, namespace `megakernel::abi`. `task_fields`: the payload of each task;
+    `capacity`: rows that a step has room for."""
     parts = [
         "// Generated from megakernel/tasks/record.py. Do not edit.",
         "#pragma once",
@@ -560,17 +575,17 @@ def c_header(task_fields: tuple[Struct, ...]) -> str:
         "#include <stdint.h>",
         "#endif",
         "namespace megakernel::abi {",
-        f"constexpr uint64_t kAbiHash = 0x{abi_hash(task_fields):016x}ull;",
+        f"constexpr uint64_t kAbiHash = 0x{abi_hash(task_fields, capacity):016x}ull;",
         f"constexpr uint32_t kNone = 0x{NONE:x}u;",
         f"constexpr uint64_t kNone64 = 0x{NONE64:x}ull;",
         f"constexpr uint16_t kEnd = 0x{OPCODE_END:x};",
         f"constexpr uint16_t kTicket = 0x{OPCODE_TICKET:x};",
-        *(f"constexpr uint32_t {name} = {value};" for name, value in LIMITS.items()),
+        *(f"constexpr uint32_t {name} = {value};" for name, value in _limits(capacity).items()),
     ]
     for e in ENUMS:
         body = ", ".join(f"k{_camel(m.name)} = {int(m)}" for m in e)
         parts.append(f"enum class {e.__name__} : uint32_t {{ {body} }};")
-    parts += [s.c_source() for s in STRUCTS]
+    parts += [s.c_source() for s in _structs(capacity)]
     for s in task_fields:
         if s.size > RECORD_PAYLOAD:
             raise RecordError(f"fields {s.name} take {s.size} bytes; a record has {RECORD_PAYLOAD}")
@@ -579,17 +594,25 @@ def c_header(task_fields: tuple[Struct, ...]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def abi_hash(task_fields: tuple[Struct, ...]) -> int:
+def abi_hash(task_fields: tuple[Struct, ...], capacity: int = TILE_ROWS) -> int:
     """64 bits over every declaration; equal on both sides or the program is refused."""
-    return _abi_hash(task_fields)
+    return _abi_hash(task_fields, capacity)
 
 
 @lru_cache(maxsize=32)
-def _abi_hash(task_fields: tuple[Struct, ...]) -> int:
-    text = [repr(sorted(LIMITS.items())), repr((OPCODE_END, OPCODE_TICKET))]
+def _abi_hash(task_fields: tuple[Struct, ...], capacity: int) -> int:
+    text = [repr(sorted(_limits(capacity).items())), repr((OPCODE_END, OPCODE_TICKET))]
     text += [repr([(m.name, int(m)) for m in e]) for e in ENUMS]
-    text += [s.c_source() for s in (*STRUCTS, *task_fields)]
+    text += [s.c_source() for s in (*_structs(capacity), *task_fields)]
     return int.from_bytes(hashlib.sha256("\n".join(text).encode()).digest()[:8], "little")
+
+
+def _limits(capacity: int) -> dict[str, int]:
+    return {**LIMITS, "kMaxRows": capacity}
+
+
+def _structs(capacity: int) -> tuple[Struct, ...]:
+    return tuple(step_header(capacity) if s is STEP else s for s in STRUCTS)
 
 
 def _camel(name: str) -> str:

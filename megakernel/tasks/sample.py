@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.tasks.record import MAX_ROWS, SAMPLE_RESULT, Field, Struct
+from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS, Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
 
 Array = npt.NDArray[Any]
@@ -77,7 +77,7 @@ class Sample(Task):
         }
 
 
-def node(name: str, *, vocab: int, logits: str, scaled: str, result: str, max_rows: int = MAX_ROWS) -> TaskNode:
+def node(name: str, *, vocab: int, logits: str, scaled: str, result: str, max_rows: int = TILE_ROWS) -> TaskNode:
     """Sampling of up to `max_rows` rows.
 
     Tensors: `logits` f32 [max_rows, vocab]; `scaled` f32 [max_rows, vocab], scratch of this node alone; `result` u8

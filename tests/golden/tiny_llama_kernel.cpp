@@ -19,7 +19,7 @@ using Tasks = TaskList<
     Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kGlu, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false}>,
     Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kStore, .activation = Activation::kSilu, .bias = false, .sampled = true, .softcap = false}>,
     Sample<SampleConfig{}>,
-    Advance<AdvanceConfig{.inputs = false}>>;
+    Advance<AdvanceConfig{.inputs = false, .paced = true}>>;
 }  // namespace megakernel::tasks
 
 MEGAKERNEL_ENTRY(megakernel::tasks::Tasks)

@@ -34,19 +34,23 @@ from .harness import Array, Machine, build
 VOCAB = 50
 SAMPLE = sample.node("sample", vocab=VOCAB, logits="l", scaled="z", result="r")
 ADVANCE = advance.node("advance", result="r")
+PACED = advance.node("advance", result="r", paced=True)
 
 
-@lru_cache(maxsize=2)
-def kernel(chaos: bool) -> Path:
-    return build((SAMPLE, ADVANCE), chaos)
+@lru_cache(maxsize=4)
+def kernel(chaos: bool, paced: bool) -> Path:
+    return build((SAMPLE, PACED if paced else ADVANCE), chaos)
 
 
 class Loop:
     """Worker 0 samples rows 0 to 7, the last worker the others; worker 0 advances. Sampled row s gives token s."""
 
-    def __init__(self, workers: int = 1, chaos: bool = False, max_slots: int = 4, bad: bool = False) -> None:
-        nodes: tuple[TaskNode, ...] = (SAMPLE, ADVANCE)
-        self.machine = m = Machine(kernel(chaos), nodes, workers, max_slots=max_slots, vocab=VOCAB)
+    def __init__(
+        self, workers: int = 1, chaos: bool = False, max_slots: int = 4, bad: bool = False, paced: bool = False
+    ) -> None:
+        end = PACED if paced else ADVANCE
+        nodes: tuple[TaskNode, ...] = (SAMPLE, end)
+        self.machine = m = Machine(kernel(chaos, paced), nodes, workers, max_slots=max_slots, vocab=VOCAB)
         logits = np.zeros((16, VOCAB), np.float32)
         logits[np.arange(16), np.arange(16)] = 9.0
         if bad:
@@ -55,7 +59,7 @@ class Loop:
         at = m.segment("workspace", parts)
         queues: list[list[tuple[TaskNode, int, int]]] = [[] for _ in range(workers)]
         queues[-1].append((SAMPLE, 8, 8))
-        queues[0] += [(SAMPLE, 0, 8), (ADVANCE, 0, 1)]
+        queues[0] += [(SAMPLE, 0, 8), (end, 0, 1)]
         m.queues(queues, Addresses({}.__getitem__, at.__getitem__))
         table = m.view("queues", RECORD.dtype).reshape(workers, -1)
         table[-1, 0]["signal"] = 5
@@ -148,6 +152,80 @@ def test_rows_of_ragged_slots() -> None:
     assert brief(loop.events()) == [(1, 0, 1, 0), (1, 0, 2, 0), (2, 1, 3, 0)]
     loop.run(1)
     assert brief(loop.events()) == [(2, 0, 4, 0), (1, 1, 3, 0), (3, 2, 20, 0)]
+    loop.machine.close()
+
+
+def rows_of(loop: Loop) -> dict[int, list[int]]:
+    """Positions of each slot's rows in the next step."""
+    h = loop.header()
+    out: dict[int, list[int]] = {}
+    for i in range(int(h["rows"])):
+        out.setdefault(int(h["row"][i]["slot"]), []).append(int(h["row"][i]["position"]))
+    return out
+
+
+def test_prompts_share_the_rows() -> None:
+    """A running slot has its row; a prompt that wants less than its share leaves the rest to the others."""
+    loop = Loop(paced=True)
+    loop.admit(2, 1, [5])
+    loop.run(1)
+    loop.admit(0, 2, [10, 11, 12])
+    loop.admit(1, 3, [7] * 50)
+    loop.admit(3, 4, [8] * 40)
+    loop.run(0)
+    rows = rows_of(loop)
+    assert {s: len(r) for s, r in rows.items()} == {2: 1, 0: 3, 1: 6, 3: 6}
+    assert rows[1] == list(range(6)) and loop.header()["sampled"] == 2
+    loop.run(1)
+    loop.run(0)
+    assert {s: len(r) for s, r in rows_of(loop).items()} == {2: 1, 0: 1, 1: 7, 3: 7}
+    assert rows_of(loop)[3] == list(range(6, 13))
+    loop.machine.close()
+
+
+def test_more_prompts_than_rows_take_turns() -> None:
+    loop = Loop(max_slots=40, paced=True)
+    for slot in range(40):
+        loop.admit(slot, slot, [1] * 30, limit=32)
+    seen = np.zeros(40, int)
+    for _ in range(60):
+        loop.run(1)
+        loop.run(0)
+        for slot, rows in rows_of(loop).items():
+            seen[slot] += len(rows)
+    assert seen.min() >= 10
+    assert loop.run() == ExitReason.IDLE
+    assert len({int(e["request"]) for e in loop.events()}) == 40
+    loop.machine.close()
+
+
+def test_a_step_with_a_budget_carries_fewer_prompt_rows() -> None:
+    """Too slow a step shrinks the chunk in proportion, down to one row; a quick one lets it grow again."""
+    loop = Loop(paced=True)
+    loop.admit(0, 1, [5], limit=500)
+    loop.run(1)
+    loop.admit(1, 2, [6] * 400, limit=402)
+    second = 1_000_000_000
+    loop.run(0, step_budget_ns=second, first_chunk=3)
+    assert {s: len(r) for s, r in rows_of(loop).items()} == {0: 1, 1: 3}
+    loop.run(1, step_budget_ns=second, first_chunk=3)
+    assert int(loop.launch["chunk"]) == 4
+    loop.run(6, step_budget_ns=second, first_chunk=3)
+    assert int(loop.launch["chunk"]) > 10
+    loop.run(4, step_budget_ns=1, first_chunk=3)
+    assert int(loop.launch["chunk"]) == 1
+    loop.run(0, step_budget_ns=1, first_chunk=3)
+    assert {s: len(r) for s, r in rows_of(loop).items()} == {0: 1, 1: 1}
+    loop.run(0)  # without a budget the rest of the rows
+    assert {s: len(r) for s, r in rows_of(loop).items()} == {0: 1, 1: 15}
+    loop.machine.close()
+
+
+def test_a_prompt_alone_is_not_bounded() -> None:
+    loop = Loop(paced=True)
+    loop.admit(1, 2, [6] * 40, limit=41)
+    loop.run(0, step_budget_ns=1, first_chunk=1)
+    assert {s: len(r) for s, r in rows_of(loop).items()} == {1: 16}
     loop.machine.close()
 
 

@@ -87,8 +87,8 @@ def test_verify_refuses_a_memory_plan_that_overlaps() -> None:
 def test_limits_are_checked() -> None:
     with pytest.raises(CapacityError, match="allows 1 to 300"):
         tiny_plan(max_context=301)
-    with pytest.raises(CapacityError, match="max_rows"):
-        tiny_plan(max_rows=17)
+    with pytest.raises(CapacityError, match="max_rows 513: a step carries 1 to 512 rows"):
+        tiny_plan(max_rows=513)
     with pytest.raises(LoweringError, match="unknown dtype 'int4'"):
         tiny_plan(dtype="int4")
     with pytest.raises(LoweringError, match="unknown policy"):

@@ -1,0 +1,53 @@
+"""How many rows a step carries, by the cost model.
+
+A step reads every weight once, whatever its rows, and computes with each row: it takes about
+
+    t(rows) = max(weight bytes / bandwidth, rows * operations of a row / rate of all workers)
+
+Up to the rows where both are equal another row is free; many more than that make prompts no faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megakernel.target import Target
+from megakernel.tasks.record import MAX_ROWS, TILE_ROWS
+from megakernel.tasks.task import TaskNode
+
+COMPUTE_SHARE = 12  # a full step computes for so many times as long as it streams
+MOST_DEFAULT = 128
+WORKSPACE_BYTES = 256 << 20  # of a default program
+
+
+def row_flops(nodes: Sequence[TaskNode], context: int) -> float:
+    """Floating-point operations of one row with `context` tokens in the cache."""
+    return sum(n.task.cost(n, 0, n.tiles, context).flops for n in nodes)
+
+
+def step_us(target: Target, stream_bytes: float, flops: float, rows: int) -> float:
+    """The formula above, microseconds; `flops` of one row."""
+    return max(stream_bytes / target.stream_gbps / 1e3, rows * flops / (target.worker_gflops * target.workers) / 1e3)
+
+
+def default_rows(target: Target, stream_bytes: float, flops: float, row_bytes: float) -> int:
+    """Rows of a program whose user did not say: a power of two whose workspace, `row_bytes` a row, stays small.
+
+    Targets whose kernels have room for one tile of rows get that."""
+    rows = TILE_ROWS
+    if target.backend != "cpu":
+        return rows
+    stream = step_us(target, stream_bytes, flops, 0)
+    while rows < min(MOST_DEFAULT, MAX_ROWS) and step_us(target, 0.0, flops, rows) < COMPUTE_SHARE * stream:
+        if 2 * rows * row_bytes > WORKSPACE_BYTES:
+            break
+        rows *= 2
+    return rows
+
+
+def first_chunk(target: Target, stream_bytes: float, flops: float, budget_us: float, max_rows: int) -> int:
+    """Prompt rows that fit a step of `budget_us`; at least 1. Measured steps correct it (see advance.py)."""
+    rows = max_rows
+    while rows > 1 and step_us(target, stream_bytes, flops, rows) > budget_us:
+        rows -= 1
+    return rows

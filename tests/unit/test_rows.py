@@ -1,0 +1,87 @@
+"""How many rows a step carries: the cost model's choice, and what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megakernel.builder.build import make_plan
+from megakernel.builder.layout import page_layouts
+from megakernel.builder.rows import default_rows, first_chunk, step_us
+from megakernel.errors import CapacityError, LoweringError
+from megakernel.target import find_target
+from megakernel.tasks.record import STEP, TILE_ROWS, abi_hash, row_capacity, step_header
+from megakernel.tasks.task import DType, all_fields
+
+CPU = find_target("cpu-avx2")
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96, "intermediate_size": 160,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 301,
+    "max_position_embeddings": 300000, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_a_step_streams_and_then_computes() -> None:
+    assert step_us(CPU, 20e6, 1e6, 1) == pytest.approx(1000)  # 20 MB at 20 GB/s
+    assert step_us(CPU, 20e6, 1e6, 400) == pytest.approx(4000)  # 400 MFLOP at 100 GFLOP/s
+
+
+def test_rows_follow_the_machine() -> None:
+    """16-bit weights are streamed in half the time, so half the rows hide it; a small workspace is kept small."""
+    assert default_rows(CPU, 2e8, 2e8, 1e3) == 64
+    assert default_rows(CPU, 4e8, 2e8, 1e3) == 128
+    assert default_rows(replace(CPU, worker_gflops=5.0), 2e8, 2e8, 1e3) == TILE_ROWS
+    assert default_rows(CPU, 4e8, 2e8, 8e6) == 32
+    assert default_rows(find_target("sm_90a"), 4e8, 2e8, 1e3) == TILE_ROWS
+
+
+def test_the_first_chunk_fits_the_budget() -> None:
+    assert first_chunk(CPU, 2e8, 2e8, 50_000.0, 128) == 25
+    assert first_chunk(CPU, 2e8, 2e8, 1.0, 128) == 1
+    assert first_chunk(CPU, 2e8, 2e8, 1e9, 128) == 128
+
+
+def test_programs_get_what_the_model_says_or_what_was_asked_for() -> None:
+    large = {**CONFIG, "hidden_size": 768, "intermediate_size": 2048}
+    made = make_plan(large, CPU, dtype="bf16", max_context=512)
+    assert made.limits.max_rows == 64
+    sizes = made.lowered.tensors
+    assert all(sizes[name].rows == 64 for name in sizes if name.endswith("partials"))
+    assert sizes["logits"].rows == TILE_ROWS and sizes["sample.scaled"].rows == TILE_ROWS  # 8 slots want 8 tokens
+    assert make_plan(CONFIG, CPU, max_rows=512, max_slots=40, max_context=512).lowered.tensors["logits"].rows == 40
+    assert make_plan(CONFIG, CPU, max_rows=5, max_context=512).lowered.tensors["logits"].rows == 5
+
+
+def test_a_workspace_has_a_limit() -> None:
+    with pytest.raises(CapacityError, match=r"the workspace takes .* must stay below 4 GiB; lower max_rows"):
+        make_plan({**CONFIG, "num_attention_heads": 48, "head_dim": 64}, CPU, max_rows=512, max_context=300000)
+    with pytest.raises(LoweringError, match="max_rows 32: the kernels of target sm_90a have room for 16 rows"):
+        make_plan({**CONFIG, "head_dim": 32}, find_target("sm_90a"), max_rows=32)
+
+
+def test_headers_grow_in_few_sizes() -> None:
+    assert [row_capacity(n) for n in (1, 16, 17, 32, 33, 64, 500, 512)] == [16, 16, 32, 32, 64, 64, 512, 512]
+    assert step_header(16) is STEP and STEP.size == 512
+    assert step_header(64).size >= 24 + 64 * 24 and step_header(64).size % 512 == 0
+    assert abi_hash(all_fields()) == abi_hash(all_fields(), 16) != abi_hash(all_fields(), 32)
+
+
+# ---------------------------------------------------------------------------------------------- places in a page
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_pages_of_gpus_are_in_the_order_of_their_matrix_cores(dim: int) -> None:
+    """The formulas of `key_at` and `value_at` in the CUDA half, in elements."""
+    keys, values = page_layouts(find_target("sm_90a"), DType.BF16, dim, 64)
+    t, d = np.arange(64)[:, None], np.arange(dim)[None, :]
+    assert (keys == t // 8 * (dim * 8) + d // 32 * 256 + (t % 8 * 4 + d % 32 // 8) * 8 + d % 8).all()
+    place = t // 32 * (dim * 32) + d // 8 * 256 + (d % 8 * 4 + t % 8 // 2) * 8 + t % 32 // 8 * 2 + t % 2
+    assert (values == dim * 64 + place).all()
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("target", ["cpu-avx2", "gfx942", "sm_90a"])
+def test_every_place_of_a_page_is_used_once(target: str, dtype: DType) -> None:
+    keys, values = page_layouts(find_target(target), dtype, 64, 32)
+    assert sorted([*keys.ravel(), *values.ravel()]) == list(range(2 * 64 * 32))
