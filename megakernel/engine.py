@@ -226,6 +226,9 @@ class Engine:
     def _bound_steps(self, max_step_ms: float) -> None:
         if not max_step_ms > 0:
             raise InvalidRequest(f"max_step_ms: expected more than 0, got {max_step_ms}")
+        if not self.runtime.manifest.paced:
+            target = self.runtime.manifest.target
+            raise InvalidRequest(f"max_step_ms: programs for {target} keep to no bound yet; leave it out, or use the cpu")
         runtime, m = self.runtime, self.runtime.manifest
         runtime.step_budget_ns = round(max_step_ms * 1e6)
         runtime.first_chunk = first_chunk(

@@ -29,6 +29,7 @@ from megakernel.scheduler.relay import add_relays
 from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.verify import verify
 from megakernel.target import Target
+from megakernel.tasks.advance import AdvanceConfig
 from megakernel.tasks.record import MAX_ROWS, TILE_ROWS, abi_hash, row_capacity
 from megakernel.tasks.task import Addresses, DType, TaskNode, all_fields
 
@@ -288,6 +289,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         input_cols=made.graph.config.hidden if limits.inputs else sum(t.cols for t in made.graph.inputs),
         hidden_cols=made.graph.config.hidden if limits.hidden else 0,
         output_cols=0 if made.graph.output == LOGITS else sum(low.tensors[t].cols for t in made.graph.outputs),
+        paced=any(isinstance(n.variant, AdvanceConfig) and n.variant.paced for n in low.nodes),
         row_flops=row_flops(low.nodes, context_of(limits)),
     )
 

@@ -149,6 +149,7 @@ class Manifest:
     input_cols: int = 0  # floats of a row that the host may give in place of a token; 0: it may not
     hidden_cols: int = 0  # of what the head reads, when it goes out to the host
     output_cols: int = 0  # floats of a row to the host; 0 for a program that gives tokens
+    paced: bool = False  # steps share rows evenly among prompts and keep to a budget
     row_flops: float = 0.0  # floating-point operations of one row, for the cost model
 
     def tensor(self, name: str) -> WorkspaceTensor:

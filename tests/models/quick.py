@@ -53,7 +53,7 @@ class Kernel:
         self.binary = compiled(self.source, self.device, read_settings().cache)
 
     def plan(self, graph: Graph) -> Plan:
-        return plan_graph(graph, self.target, dtype="f32", max_slots=1, max_context=self.max_context)
+        return plan_graph(graph, self.target, dtype="f32", max_slots=1, max_context=self.max_context, max_rows=16)
 
     def logits(self, graph: Graph, read: Callable[[str, slice], Array], ids: Sequence[int], start: int) -> Array:
         """The first `start` + 1 tokens are a prompt, in chunks of 16 rows; the others come one by one."""

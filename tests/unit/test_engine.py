@@ -331,3 +331,11 @@ def test_fault_records_are_read_with_care() -> None:
     assert (report.kind, report.node, report.producers) == ("roll call", "none", ())
     with pytest.raises(ProgramError, match="cannot be read"):
         decode_fault({**raw, "kind": 99}, program)
+
+
+def test_a_bound_of_steps_needs_a_paced_program() -> None:
+    device = FakeDevice()
+    runtime = Runtime(fake_program(), device, no_weights)
+    with pytest.raises(InvalidRequest, match="keep to no bound yet"):
+        Engine(runtime, max_step_ms=5.0)
+    runtime.close()
