@@ -228,7 +228,7 @@ class Engine:
             raise InvalidRequest(f"max_step_ms: expected more than 0, got {max_step_ms}")
         if not self.runtime.manifest.paced:
             target = self.runtime.manifest.target
-            raise InvalidRequest(f"max_step_ms: programs for {target} keep to no bound yet; leave it out, or use the cpu")
+            raise InvalidRequest(f"max_step_ms: programs for {target} keep to no bound yet; leave it out")
         runtime, m = self.runtime, self.runtime.manifest
         runtime.step_budget_ns = round(max_step_ms * 1e6)
         runtime.first_chunk = first_chunk(

@@ -83,17 +83,24 @@ def compile_cubin(source: KernelSource, include: Path, flags: Sequence[str]) -> 
     try:
         options = [f.encode() for f in (*flags, f"--include-path={include}")]
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-        log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
+        log = _room(checked(nvrtc.nvrtcGetProgramLogSize(program)))
         checked(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b" \0").decode(errors="replace")
         if int(status) != 0:
             first = max(0, text.find("error:") - 200)
             raise BuildError(f"NVRTC {' '.join(flags)}\nended with {status.name}:\n{text[first : first + 8000]}")
-        cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
+        size = checked(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = _room(size)
         checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin, text
+        return cubin[:size], text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _room(size: int) -> bytes:
+    """Bytes for the library to write into. Never one alone: Python has a single object for each bytes of length 1, and
+    an empty log would turn every b" " of the process into b"\\0"."""
+    return b" " * max(size, 2)
 
 
 def open_nvrtc() -> Any:

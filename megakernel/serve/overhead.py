@@ -32,6 +32,7 @@ from megakernel.serve.main import listen, make_server
 from megakernel.serve.options import ServeOptions
 
 WARM = 8  # first tokens of a request that are not counted
+CLOCK_S = 1e-6  # nothing is told apart below this
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ def _rounds(llm: LLM, url: str, prompt_tokens: int, tokens: int, rounds: int) ->
         command = [sys.executable, "-m", "megakernel.serve.load", "--url", url, "--one"]
         told = json.loads(subprocess.run(command, input=json.dumps(body), capture_output=True, text=True).stdout)
         if turn:
-            alone.append((tokens - 1) / (own[-1] - own[0]))
-            served.append((tokens - 1) / (told[-1] - told[0]))
+            alone.append((tokens - 1) / max(own[-1] - own[0], CLOCK_S))
+            served.append((tokens - 1) / max(told[-1] - told[0], CLOCK_S))
             added += [1e6 * (there - here) for here, there in list(zip(stamped.times, told))[WARM:]]
     own_rate, rate = statistics.median(alone), statistics.median(served)
     return Added(

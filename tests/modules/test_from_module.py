@@ -43,7 +43,8 @@ class Shared:
         self.variants = tuple(nodes)
 
     def plan(self, captured: Captured) -> Plan:
-        return plan_graph(captured.graph, self.device.target, dtype="f32", max_slots=3, max_context=CONTEXT)
+        sizes = {"max_slots": 3, "max_context": CONTEXT, "max_rows": 16}
+        return plan_graph(captured.graph, self.device.target, dtype="f32", **sizes)
 
     def open(self, name: str) -> CompiledModule:
         program = assemble(self.plans[name], self.source, self.binary, variants=self.variants)

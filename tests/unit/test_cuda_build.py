@@ -123,6 +123,16 @@ def test_rows_of_the_host_in_and_out_compile() -> None:
 
 
 @needs_wheels
+def test_a_compilation_leaves_the_bytes_of_others_alone() -> None:
+    """An empty log is one byte, and Python shares bytes objects of that length."""
+    target = find_target("sm_90a")
+    source = plan_source(make_plan(CONFIG, target, max_context=1024, max_slots=4))
+    few = replace(source, text='extern "C" __global__ void nothing() {}\n', headers={})
+    _, log = cuda_compiler.compile_cubin(few, INCLUDE, ("--gpu-architecture=sm_90a",))
+    assert log == "" and bytes([32]) == bytearray([32]) and b" ".hex() == "20"
+
+
+@needs_wheels
 def test_the_flavour_with_random_delays_compiles() -> None:
     assert built("sm_90a", chaos=True)[0] != built("sm_90a")[0]
 

@@ -77,7 +77,7 @@ SYSTEM_RELEASE = {
     "gfx1100": r"s_waitcnt_vscnt null, 0x0", "gfx1250": r"global_wb scope:SCOPE_SYS",
 }  # fmt: skip
 # Scalar registers that a wave of 64 keeps in lanes of vector registers: no memory is touched. Measured 71 to 99.
-MAX_SCALAR_SPILLS = {64: 256, 32: 16}
+MAX_SCALAR_SPILLS = {64: 256, 32: 32}
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def test_compile_through_the_device_interface(tmp_path: Path) -> None:
     device.compile(kernel_source(few, find_target("gfx1100"), chaos=True), INCLUDE, tmp_path / "kernel.bin")
     report = device.code_report(tmp_path / "kernel.bin")
     assert report["architecture"] == "gfx1100" and report["scratch_bytes"] == 0 and report["vgpr_spills"] == 0
-    assert report["occupancy"] == {"workgroups": 2, "bound": "LDS", "waves": 4, "most_waves": 16}
+    assert report["occupancy"] == {"workgroups": 2, "bound": "vector registers", "waves": 8, "most_waves": 16}
     counts = report["instructions"]
     assert counts["all"] == sum(counts["kinds"].values()) > 1000
     assert counts["kinds"]["barrier"] > 5 and counts["mnemonics"][MATRIX["gfx1100"]] == counts["kinds"]["matrix"]

@@ -93,8 +93,6 @@ def test_a_full_pool_makes_requests_wait_and_disturbs_nobody(opened: Open) -> No
     next(iter(running))
     waiting = llm.engine.submit(prompt(7, 60), params(30))
     small = llm.engine.submit(prompt(8, 5), params(5))  # would fit, but came later
-    time.sleep(0.1)
-    assert not running.done or waiting.done
     plain = opened(share_prefixes=False)
     assert [answer(r) for r in (running, waiting, small)] == [
         alone(plain, prompt(6, 60), params(100)), alone(plain, prompt(7, 60), params(30)),
