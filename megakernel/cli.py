@@ -448,6 +448,8 @@ def report(
         device, tuple(model or ("llama-3.2-1b",)), dtype, tuple(context or (32, 512, 4096)), tokens, rounds, tests,
         tuple(attach or ()),
     )  # fmt: skip
+    if output.is_dir() or not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+        raise InvalidRequest(f"--output {output}: expected a file in a folder that can be written")
     with Stages(as_json) as progress:
         made = device_report.collect(wanted, read_settings(), lambda stage: progress(stage, 0, 0))
     output.write_text(json.dumps(made, indent=1) + "\n")

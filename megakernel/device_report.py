@@ -24,7 +24,7 @@ from megakernel import bench
 from megakernel.architectures import random_weights
 from megakernel.builder.build import build_graph, build_program, make_plan
 from megakernel.device.device import Device
-from megakernel.devices import list_devices, open_device
+from megakernel.devices import find_device, list_devices, open_device
 from megakernel.errors import InvalidRequest, MegakernelError
 from megakernel.origin import open_origin
 from megakernel.probe import forced_logits
@@ -62,15 +62,19 @@ class Wanted:
 
 
 def collect(wanted: Wanted, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
-    """The whole report. Raises InvalidRequest for a file that cannot be read and DeviceUnavailable."""
+    """The whole report; of a device that cannot be used, why not. Raises InvalidRequest for a file that cannot be read
+    and an unknown device."""
     tests, attached = read_tests(wanted.tests), [_attachment(p) for p in wanted.attach]
-    device = open_device(wanted.device)
+    device = find_device(wanted.device)
+    usable = device.availability().usable
     parts: dict[str, Callable[[], Any]] = {
-        "device": lambda: _device(device),
+        "device": lambda: _device(open_device(wanted.device)),
         "devices": _devices,
-        "check": lambda: check(device, settings),
-        **{f"time {m}": lambda m=m: _time(m, device, wanted, settings) for m in wanted.models},  # type: ignore[misc]
     }
+    if usable:
+        parts["check"] = lambda: check(device, settings)
+        for m in wanted.models:
+            parts[f"time {m}"] = lambda m=m: _time(m, device, wanted, settings)  # type: ignore[misc]
     out: dict[str, Any] = {"format": FORMAT, "made": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     out |= {"system": system(), "tests": tests, "attached": attached}
     for name, part in parts.items():
@@ -225,8 +229,8 @@ def _attachment(path: Path) -> dict[str, str]:
 def summary(report: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
     """A few lines for the person who made it."""
     rows = [(n, f"failed: {report[n]['message']}") for n in report["failed"]]
-    found = report["check"]
-    if "error" not in found:
+    found = report.get("check")
+    if found and "error" not in found:
         rows.append(("check", f"relative error {found['largest relative error']:.1e} against the CPU device"))
     for name, value in report.items():
         if name.startswith("time ") and "measured" in value:

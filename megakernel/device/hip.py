@@ -97,6 +97,9 @@ def probe() -> tuple[tuple[GpuInfo, ...], str]:
         return (), f"this version of hip-python lacks what is needed ({e}); {INSTALL}"
     except MegakernelError as e:
         return (), f"the GPUs cannot be asked for their properties: {e}"
+    except Exception as e:  # another package of that name, a broken one: the other devices still work
+        said = (str(e).splitlines() or [""])[0][:120]
+        return (), f"hip-python cannot be used ({type(e).__name__}: {said}); {INSTALL}"
 
 
 def _version(number: int) -> str:

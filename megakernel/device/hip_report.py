@@ -21,7 +21,7 @@ SYMBOL = "mk_instructions"
 # The first pattern that matches the begin of a mnemonic names its kind.
 KINDS: tuple[tuple[str, str], ...] = (
     ("matrix", r"v_s?mfma|v_smfmac|v_s?wmma|v_swmmac"),
-    ("copy to LDS", r"global_load_lds|buffer_load_\w*lds|\w+_async_to_lds|tensor_load_to_lds"),
+    ("copy to LDS", r"global_load_lds|buffer_load_\w+ lds|\w+_async_to_lds|tensor_load_to_lds"),
     ("cache", r"buffer_inv|buffer_wb|buffer_gl[01]_inv|global_inv|global_wb"),
     ("scratch", r"scratch_"),
     ("atomic", r"(global|flat|buffer|ds)_\w*(atomic|cmpst|add_rtn|add_u)"),
@@ -35,6 +35,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("scalar", r"s_"),
 )
 LISTED = ("matrix", "copy to LDS", "cache")  # kinds whose mnemonics are counted one by one
+LINE = re.compile(r"^\s+([a-z][a-z0-9_]+)(?=\s|$)[^\n;]*?(\slds)?[ \t]*(?:;.*)?$", re.M)  # gfx9 marks a copy at the end
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def count_instructions(assembly: str) -> dict[str, Any]:
     kinds: Counter[str] = Counter()
     single: Counter[str] = Counter()
     patterns = [(name, re.compile(pattern)) for name, pattern in KINDS]
-    for found in re.finditer(r"^\s+([a-z][a-z0-9_]+)(?=\s|$)", assembly, re.M):
-        name = found.group(1)
+    for found in LINE.finditer(assembly):
+        name = found.group(1) + (found.group(2) or "").replace("\t", " ")
         kind = next((k for k, pattern in patterns if pattern.match(name)), None)
         if kind is not None:
             kinds[kind] += 1

@@ -112,6 +112,19 @@ def test_another_version_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None
     assert "this version of hip-python lacks what is needed" in hip.devices()[0].availability().reason
 
 
+@pytest.mark.parametrize("error", [ValueError("boom"), OSError("wrong ELF class"), SystemError()])
+def test_a_package_that_breaks_leaves_the_other_devices_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise error
+
+    hip.probe.cache_clear()
+    monkeypatch.setattr(hip, "_hip", broken)
+    reason = hip.devices()[0].availability().reason
+    assert reason.startswith(f"hip-python cannot be used ({type(error).__name__}")
+
+
 def test_properties_that_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeHip()
     fake.answers["hipDeviceGetAttribute"] = (NO_DEVICE, 0)

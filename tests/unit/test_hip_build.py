@@ -27,6 +27,7 @@ from megakernel.device.hip_compiler import (
     find_compiler,
     link_assembly,
 )
+from megakernel.device.hip_report import count_instructions
 from megakernel.device.hip_ring import ring_shape
 from megakernel.errors import BuildError, NoCompiler, ProgramError, TargetError
 from megakernel.target import TARGETS, find_target
@@ -183,6 +184,50 @@ def test_order_between_workers_and_with_the_host(kernels: dict[str, Built], targ
     assert re.search(r"^\s+s_sleep", text, re.M), "a wait must give the others room"
 
 
+PRIMITIVES = """#include "megakernel_abi.h"
+#include "megakernel/device/hip.h"
+using namespace megakernel::dev;
+#define KERNEL extern "C" __attribute__((global)) void
+KERNEL k_add_release(uint64_t* p) { p[64] = 1; add_release(p, 2); }
+KERNEL k_store_release(uint64_t* p) { p[64] = 1; store_release(p, 2); }
+KERNEL k_store_release_system(uint64_t* p) { p[64] = 1; store_release_system(p, 2ul); }
+KERNEL k_load_acquire(uint64_t* p) { p[64] = load_acquire(p) + p[32]; }
+KERNEL k_load_acquire_system(uint64_t* p) { p[64] = load_acquire_system(p) + p[32]; }
+KERNEL k_acquire(uint64_t* p) { const uint64_t v = load_relaxed(p); acquire(); p[64] = v + p[32]; }
+KERNEL k_fetch_add(uint64_t* p) { p[64] = fetch_add(p, 2); }
+"""
+SYSTEM_ACQUIRE = {
+    "gfx90a": r"buffer_invl2", "gfx942": r"buffer_inv sc0 sc1", "gfx950": r"buffer_inv sc0 sc1",
+    "gfx1100": r"buffer_gl1_inv", "gfx1250": r"global_inv scope:SCOPE_SYS",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", AMD)
+def test_each_primitive_has_its_own_cache_operation(target: str) -> None:
+    """Each on its own: in a whole kernel an operation that one primitive has lost is found in another one."""
+    source = plan_source(make_plan(TINY, find_target(target), dtype="bf16", max_context=200))
+    text = compile_assembly(replace(source, text=PRIMITIVES), INCLUDE, find_compiler())
+    bodies = dict(re.findall(r"^k_(\w+):(.*?)^\s+s_endpgm", text, re.M | re.S))
+    hand_over = r"^\s+(?:global|flat)_(?:atomic|store)\w*"
+    for name, wanted in (
+        ("add_release", RELEASE), ("store_release", RELEASE), ("store_release_system", SYSTEM_RELEASE),
+    ):  # fmt: skip
+        *_, last = re.finditer(hand_over, bodies[name], re.M)
+        before = bodies[name][: last.start()]
+        operation = [m.end() for m in re.finditer(rf"^\s+{wanted[target]}\s*$", before, re.M)]
+        assert operation, f"{name}: no {wanted[target]} before the hand-over"
+        drained = r"vmcnt\(0\)|vscnt null, 0x0|s_wait_storecnt 0x0"
+        assert re.search(drained, before[operation[-1] - 30 :]), f"{name}: the hand-over does not wait"
+    for name, wanted in (
+        ("load_acquire", ACQUIRE), ("acquire", ACQUIRE), ("load_acquire_system", SYSTEM_ACQUIRE),
+    ):  # fmt: skip
+        loads = [m.start() for m in re.finditer(r"^\s+(?:global|flat)_load", bodies[name], re.M)]
+        between = bodies[name][loads[0] : loads[-1]]
+        assert len(loads) == 2 and re.search(rf"^\s+{wanted[target]}\s*$", between, re.M), f"{name}: {between}"
+    for operation in (ACQUIRE[target], r"buffer_wbl2.*", r"global_wb .*"):
+        assert not re.search(rf"^\s+{operation}\s*$", bodies["fetch_add"], re.M), "relaxed: no cache operation"
+
+
 @pytest.mark.parametrize("target", AMD)
 def test_every_wave_drains_its_stores_before_the_group_meets(kernels: dict[str, Built], target: str) -> None:
     """`Worker::sync`: the lane that publishes for the group waits only for the stores of its own wave."""
@@ -213,6 +258,16 @@ def test_compile_through_the_device_interface(tmp_path: Path) -> None:
     assert counts["all"] == sum(counts["kinds"].values()) > 1000
     assert counts["kinds"]["barrier"] > 5 and counts["mnemonics"][MATRIX["gfx1100"]] == counts["kinds"]["matrix"]
     assert "scratch" not in counts["kinds"]
+
+
+def test_copies_to_lds_are_counted_by_name() -> None:
+    """gfx90a, gfx942 and gfx950 mark them by the last word of a load."""
+    loads = "\tbuffer_load_dword v1, s[0:3], s5 offen nt lds\n\tbuffer_load_dword v1, off, s[0:3], 0 ; no lds\n"
+    counts = count_instructions(
+        loads + "\tbuffer_load_dwordx4 v1, s[0:3], s5 offen nt lds\n\ttensor_load_to_lds s[0:3]\n"
+    )
+    assert counts["kinds"] == {"copy to LDS": 3, "load": 1}
+    assert counts["mnemonics"] == {"buffer_load_dword lds": 1, "buffer_load_dwordx4 lds": 1, "tensor_load_to_lds": 1}
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megakernel import cli, device_report
+from megakernel.device.cpu import CpuDevice
+from megakernel.device.device import Availability
 from megakernel.errors import DeviceFault, FaultReport, InvalidRequest
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,6 +53,24 @@ def test_a_whole_report(tiny: Path, cache: Path, tmp_path: Path) -> None:
     assert made["attached"] == [{"name": "timeline.json", "text": '{"events": []}'}]
     line = json.loads(result.stdout.splitlines()[-1])
     assert line["tests"] == "3 run, 1 failed" and "us at 8" in line[f"time {tiny}"]
+
+
+def test_a_device_that_cannot_be_used_has_a_report_that_says_why(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests.xml").write_text(TESTS)
+    why = Availability(False, "it has no clock")
+    monkeypatch.setattr(CpuDevice, "availability", lambda _self: why)
+    result, made = run(tmp_path, cache, "--tests", str(tmp_path / "tests.xml"))
+    assert result.exit_code == 1 and made["failed"] == ["device"] and "check" not in made
+    assert made["device"]["message"] == "device cpu: it has no clock" and made["tests"]["run"] == 3
+    assert made["devices"][0]["what"] == "it has no clock" and made["system"]["python"]
+
+
+def test_where_the_file_goes_is_checked_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_report, "collect", lambda *_: pytest.fail("ran"))
+    result = CliRunner().invoke(cli.app, ["report", "-o", "/proc/nowhere/report.json"])
+    assert result.exit_code == 1 and "--output /proc/nowhere/report.json" in result.output
 
 
 def test_a_part_that_fails_is_in_the_file_and_the_others_too(
