@@ -14,12 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from bench.device_session import admit, random_pack, randomise
-from megakernel import runtime as runtime_module
-from megakernel.architectures import random_weights
-from megakernel.builder.build import build_graph, build_program
+from bench.device_session import admit, loaded, randomise
+from megakernel.builder.build import build_program
 from megakernel.devices import open_device
-from megakernel.runtime import Runtime
 
 WARM_STEPS = 10
 READ_BYTES = 4 << 30  # far beyond every cache
@@ -58,12 +55,8 @@ class Kernel(Program):
             max_context=most + self.steps + 2, **options,
         )  # fmt: skip
         self.manifest = program.manifest
-        weights = random_weights(build_graph(config), seed=0, dtype="bf16")
-        original, runtime_module.pack_weights = runtime_module.pack_weights, random_pack
-        try:
-            self.runtime = Runtime(program, where, weights.read, spin_budget_ns=2_000_000_000)
-        finally:
-            runtime_module.pack_weights = original
+        self.runtime = loaded(config, where, program)
+        self.runtime.spin_budget_ns = 2_000_000_000
 
     def run(self, context: int) -> Steps:
         run = self.runtime

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megakernel.errors import GraphError
 from megakernel.tasks.record import Field, Struct
-from megakernel.tasks.task import Addresses, Cost, Operator, Place, Region, Task, TaskNode, Variant
+from megakernel.tasks.task import Addresses, Cost, Operator, Place, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]
 
@@ -52,15 +52,15 @@ class DoubleNorm(Task):
     def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
         """Whole rows of the input, since every column decides the sums."""
         whole = Region(node.tensors["input"], 0, node.sizes["cols"])
-        return (whole, Region(node.tensors["residual"], *_columns(node, first, count)))
+        return (whole, Region(node.tensors["residual"], *tile_columns(node, first, count)))
 
     @staticmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
-        return (Region(node.tensors["output"], *_columns(node, first, count)),)
+        return (Region(node.tensors["output"], *tile_columns(node, first, count)),)
 
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
-        low, high = _columns(node, first, count)
+        low, high = tile_columns(node, first, count)
         return Cost(0.0, 4.0 * (2.0 * node.sizes["cols"] + 4.0 * (high - low)), 6.0 * node.sizes["cols"])
 
     @staticmethod
@@ -71,11 +71,6 @@ class DoubleNorm(Task):
             **{key: node.sizes[key] for key in ("cols", "tile_cols")},
             "eps": node.scalars["eps"],
         }
-
-
-def _columns(node: TaskNode, first: int, count: int) -> tuple[int, int]:
-    width, cols = node.sizes["tile_cols"], node.sizes["cols"]
-    return min(cols, first * width), min(cols, (first + count) * width)
 
 
 def node(

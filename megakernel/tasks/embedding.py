@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.tasks.record import NONE64, Field, Struct
-from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant
+from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]
 
@@ -54,8 +54,7 @@ class Embedding(Task):
 
     @staticmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
-        width, cols = node.sizes["tile_cols"], node.sizes["cols"]
-        return (Region(node.tensors["output"], first * width, min(cols, (first + count) * width)),)
+        return (Region(node.tensors["output"], *tile_columns(node, first, count)),)
 
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megakernel.tasks.record import Field, Struct
-from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
+from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant, tile_columns
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Hidden(Task):
 
     @staticmethod
     def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
-        width, cols = node.sizes["tile_cols"], node.sizes["cols"]
-        return (Region(node.tensors["input"], min(cols, first * width), min(cols, (first + count) * width)),)
+        return (Region(node.tensors["input"], *tile_columns(node, first, count)),)
 
     @staticmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:

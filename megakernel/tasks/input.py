@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.tasks.record import Field, Struct
-from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
+from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]
 
@@ -48,11 +48,11 @@ class Input(Task):
 
     @staticmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
-        return (Region(node.tensors["output"], *columns(node, first, count)),)
+        return (Region(node.tensors["output"], *tile_columns(node, first, count)),)
 
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
-        low, high = columns(node, first, count)
+        low, high = tile_columns(node, first, count)
         return Cost(other_bytes=8.0 * (high - low))
 
     @staticmethod
@@ -61,12 +61,6 @@ class Input(Task):
             "output": at.tensor(node.tensors["output"]),
             **{key: node.sizes[key] for key in ("cols", "tile_cols", "width", "column")},
         }
-
-
-def columns(node: TaskNode, first: int, count: int) -> tuple[int, int]:
-    """Columns of some tiles."""
-    width, cols = node.sizes["tile_cols"], node.sizes["cols"]
-    return min(cols, first * width), min(cols, (first + count) * width)
 
 
 def node(name: str, *, cols: int, output: str, width: int, column: int, tile_cols: int = 1024) -> TaskNode:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from megakernel.errors import LoweringError
 from megakernel.tasks.record import NONE, NONE64, Field, Struct
-from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
+from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]
 
@@ -69,18 +69,18 @@ class Norm(Task):
         """Whole rows, since every column of a part decides its sums."""
         assert isinstance(node.variant, NormConfig)
         alone = node.variant.norming is Norming.NONE
-        out = [Region(node.tensors["input"], *(_columns(node, first, count) if alone else (0, node.sizes["cols"])))]
+        out = [Region(node.tensors["input"], *(tile_columns(node, first, count) if alone else (0, node.sizes["cols"])))]
         if "residual" in node.tensors:
-            out.append(Region(node.tensors["residual"], *_columns(node, first, count)))
+            out.append(Region(node.tensors["residual"], *tile_columns(node, first, count)))
         return tuple(out)
 
     @staticmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
-        return (Region(node.tensors["output"], *_columns(node, first, count)),)
+        return (Region(node.tensors["output"], *tile_columns(node, first, count)),)
 
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
-        low, high = _columns(node, first, count)
+        low, high = tile_columns(node, first, count)
         return Cost(0.0, 4.0 * (node.sizes["cols"] + 3.0 * (high - low)), 3.0 * node.sizes["cols"])
 
     @staticmethod
@@ -95,11 +95,6 @@ class Norm(Task):
             **{key: node.sizes[key] for key in ("cols", "split", "normed", "tile_cols")},
             **{key: node.scalars[key] for key in ("eps", "scale")},
         }
-
-
-def _columns(node: TaskNode, first: int, count: int) -> tuple[int, int]:
-    width, cols = node.sizes["tile_cols"], node.sizes["cols"]
-    return min(cols, first * width), min(cols, (first + count) * width)
 
 
 def node(

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.tasks.input import columns
 from megakernel.tasks.record import NONE, SAMPLE_RESULT, Field, Struct
-from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
+from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]
 
@@ -47,7 +46,7 @@ class Output(Task):
 
     @staticmethod
     def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
-        return (Region(node.tensors["input"], *columns(node, first, count)),)
+        return (Region(node.tensors["input"], *tile_columns(node, first, count)),)
 
     @staticmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
@@ -57,7 +56,7 @@ class Output(Task):
 
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
-        low, high = columns(node, first, count)
+        low, high = tile_columns(node, first, count)
         return Cost(other_bytes=8.0 * (high - low))
 
     @staticmethod

@@ -230,6 +230,12 @@ def _tasks_of(module: ModuleType) -> list[type[Task]]:
     ]  # fmt: skip
 
 
+def tile_columns(node: TaskNode, first: int, count: int) -> tuple[int, int]:
+    """Columns of tiles `[first, first + count)` of a node whose tiles share out its `cols` by `tile_cols`."""
+    width, cols = node.sizes["tile_cols"], node.sizes["cols"]
+    return min(cols, first * width), min(cols, (first + count) * width)
+
+
 @lru_cache(maxsize=1)
 def all_tasks() -> dict[str, type[Task]]:
     """Every task by name. Raises LoweringError for a half that has no other half, and for a name that comes twice."""
