@@ -73,7 +73,10 @@ def page_tokens(target: Target, head_dim: int, kv_dtype: DType) -> int:
 
 
 def splits(target: Target, kv_heads: int) -> int:
-    """Tiles of one KV head, so that the tiles of all heads share out evenly over the workers."""
+    """Tiles of one KV head, so that the tiles of all heads share out evenly over the workers. Where a hand-off is much of
+    a step's time a worker has one at most: two would be two items one after the other while other workers have none."""
+    if target.value_edges:
+        return max(1, target.workers // kv_heads)
     even = math.lcm(kv_heads, target.workers) // kv_heads
     return even if kv_heads * even <= 4 * target.workers else -(-target.workers // kv_heads)
 
@@ -241,14 +244,14 @@ class _Lowering:
                 interleaved=bool(item.rope and item.rope.interleaved) or bool(order and order.half),
                 q_gamma=self._gamma(f"{item.name}.q_gamma", item.q_norm, order=order),
                 k_gamma=self._gamma(f"{item.name}.k_gamma", item.k_norm, order=order), eps=eps, window=item.window,
-                softcap=item.softcap, layer=item.layer,
+                softcap=item.softcap, layer=item.layer, output=item.output if self.target.value_edges else None,
             )
         )  # fmt: skip
         self.nodes.append(
             combine.node(
                 f"{item.name}.combine", heads=item.heads, kv_heads=item.kv_heads, head_dim=head_dim,
                 partials=partials, output=item.output, piece_tokens=piece, max_pieces=pieces, window=item.window,
-                layer=item.layer,
+                layer=item.layer, direct=self.target.value_edges,
             )
         )  # fmt: skip
         self.kv_layers += 1

@@ -1,7 +1,7 @@
 // The CUDA device: a worker is one resident block whose warps play one role each. Included after the generated records.
 //
-// Warps 0 to 7 are consumers, and together the group that runs simple tasks; then producer, storer and control. What they
-// share is one `Block` in shared memory. See docs/memory-model.md for which instruction orders which write.
+// Warps 0 to 7 are consumers, and together the group that runs simple tasks; then producer, storer, control and 4 loaders,
+// who bring activations. What they share is one `Block` in shared memory. See docs/memory-model.md for which instruction orders which write.
 #pragma once
 
 #define MEGAKERNEL_SPLIT_ROLES 1
@@ -23,11 +23,12 @@ constexpr bool kChaos = false;
 // ------------------------------------------------------------------------------------------------ a block
 constexpr uint32_t kConsumers = 8;  // warps
 constexpr uint32_t kProducerWarp = kConsumers, kStorerWarp = kConsumers + 1, kControlWarp = kConsumers + 2;
-constexpr uint32_t kWarps = kConsumers + 3;
+constexpr uint32_t kLoaders = 4, kLoaderWarp = kConsumers + 3;  // the first of them
+constexpr uint32_t kWarps = kConsumers + 3 + kLoaders;
 constexpr uint32_t kThreads = kWarps * 32;
 constexpr uint32_t kStageBytes = 16384;
-constexpr uint32_t kRecords = 8;                     // records that control reads ahead
-constexpr uint32_t kRecordReaders = kConsumers + 1;  // consumers and storer; the producer reads its own
+constexpr uint32_t kRecords = 6;                     // records that control reads ahead
+constexpr uint32_t kRecordReaders = kConsumers + 1 + kLoaders;  // consumers, storer, loaders; the producer reads its own
 constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial sums and merges
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
@@ -54,6 +55,7 @@ struct RoleState {
   uint32_t record_slot, record_parity, header_parity;  // what to wait for next
   Ring ring, tail;
   uint32_t in_flight, sums_slot, sums_parity;  // parity: one bit a slot
+  uint32_t input_parity;
 };
 
 // What a warp leaves that has waited in vain.
@@ -78,6 +80,7 @@ struct alignas(128) Block {
   uint64_t record_full[kRecords], record_empty[kRecords];
   uint64_t header_full[2], step_done;
   uint64_t sums_full[2], sums_empty[2];
+  uint64_t input_full, input_empty;  // scratch below the sums: the loaders fill it, the consumers read it
   uint64_t group, rolled;
   float reduce_float[2][kConsumers];
   int32_t reduce_int[2][kConsumers];
@@ -99,6 +102,7 @@ MK_DEVICE abi::LaunchState* launch_state() { return reinterpret_cast<abi::Launch
 
 MK_DEVICE abi::Role role_of(uint32_t warp) {
   if (warp < kConsumers) return abi::Role::kConsumer;
+  if (warp >= kLoaderWarp) return abi::Role::kLoader;
   return warp == kProducerWarp ? abi::Role::kProducer : warp == kStorerWarp ? abi::Role::kStorer : abi::Role::kControl;
 }
 
@@ -128,7 +132,9 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
       barrier_init(&b.sums_full[i], kConsumers);
       barrier_init(&b.sums_empty[i], 1);
     }
-    barrier_init(&b.step_done, kConsumers + 2);  // consumers, producer, storer
+    barrier_init(&b.input_full, kLoaders);
+    barrier_init(&b.input_empty, kConsumers);
+    barrier_init(&b.step_done, kConsumers + 2 + kLoaders);  // consumers, producer, storer, loaders
     barrier_init(&b.group, kConsumers);
     barrier_init(&b.rolled, 1);
     b.dropped = b.failed = b.stop = 0;
@@ -244,7 +250,9 @@ struct Worker {
   }
 
   // The first warp speaks for the consumers.
-  MK_DEVICE bool traces() const { return threadIdx.x % 32 == 0 && (threadIdx.x == 0 || threadIdx.x >= kConsumers * 32); }
+  MK_DEVICE bool traces() const {
+    return threadIdx.x % 32 == 0 && (threadIdx.x == 0 || threadIdx.x >= kConsumers * 32) && threadIdx.x < kLoaderWarp * 32;
+  }
   MK_DEVICE trace::Tracer& tracer(abi::Role role) const { return block().tracers.of(role); }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }

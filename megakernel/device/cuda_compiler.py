@@ -12,7 +12,7 @@ from megakernel.errors import BuildError, MegakernelError, NoCompiler, TargetErr
 from megakernel.target import Target
 
 INSTALL = 'pip install "megakernel-decode[cuda]"'
-WARPS = 11  # as in cuda.h
+WARPS = 15  # as in cuda.h
 STAGE_BYTES = 16384
 SCRATCH_BYTES = 31744  # inputs, partial sums, merges
 CONTROL_BYTES = 4096  # barriers, records, headers

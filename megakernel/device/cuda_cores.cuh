@@ -45,17 +45,32 @@ struct Producer {
 struct Consumer {
   Worker w;
   Ring ring;
-  uint32_t sums_slot, sums_parity;
+  uint32_t sums_slot, sums_parity, input_parity;
 
   MK_DEVICE void load() {
     w.load();
     const RoleState& s = w.state();
-    ring = s.ring, sums_slot = s.sums_slot, sums_parity = s.sums_parity;
+    ring = s.ring, sums_slot = s.sums_slot, sums_parity = s.sums_parity, input_parity = s.input_parity;
   }
   MK_DEVICE void save() const {
     RoleState& s = w.state();
-    s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity;
+    s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity, s.input_parity = input_parity;
     w.save();
+  }
+  // When the group has not met: fewer values to keep.
+  MK_DEVICE void save_alone() const {
+    if constexpr (kChaos) return save();
+    RoleState& s = w.state();
+    s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity, s.input_parity = input_parity;
+    __syncwarp();
+  }
+
+  // Scratch below the sums, with what the loaders have put there; and back again.
+  MK_DEVICE void take_input() { w.wait_barrier(&block().input_full, input_parity); }
+  MK_DEVICE void free_input() {
+    __syncwarp();
+    if (w.warp_lane() == 0) barrier_arrive(&block().input_empty);
+    input_parity ^= 1;
   }
 
   MK_DEVICE void await() { w.wait_barrier(&block().full[ring.slot], ring.parity); }
@@ -70,6 +85,30 @@ struct Consumer {
   MK_DEVICE void give_back() {
     give_back(ring.slot);
     ring.next();
+  }
+};
+
+// What one loader warp has: its turn at the scratch that inputs go through. The consumers give it back when they have read
+// the input before; so loaders ask for values of other workers when their own have handed theirs over, not before.
+struct Loader {
+  Worker w;
+  uint32_t parity;
+
+  MK_DEVICE void load() {
+    w.load();
+    parity = w.state().input_parity;
+  }
+  MK_DEVICE void save() const {
+    w.state().input_parity = parity;
+    w.save();
+  }
+  MK_DEVICE static uint32_t index() { return threadIdx.x / 32 - kLoaderWarp; }
+
+  MK_DEVICE void begin() { w.wait_barrier(&block().input_empty, parity ^ 1); }
+  MK_DEVICE void end() {
+    __syncwarp();
+    if (w.warp_lane() == 0) barrier_arrive(&block().input_full);
+    parity ^= 1;
   }
 };
 
@@ -101,6 +140,7 @@ MK_DEVICE uint64_t* counter_of(const Worker& w, uint32_t index) {
 
 // Each lane that calls it waits for every counter of the record.
 MK_DEVICE void wait_counters(Worker& w, const abi::Record& record) {
+#pragma unroll 1
   for (uint32_t i = 0; i < record.wait_count; ++i) {
     const abi::Wait& wait = record.waits[i];
     trace::wait_begins(w, abi::Role::kConsumer);
@@ -122,22 +162,35 @@ __device__ __noinline__ void begin_launch() {
   w.save();
 }
 
+// The loaders' part of a task whose consumers fetch their input themselves: they lend them the scratch.
+__device__ __noinline__ void lend_scratch() {
+  Loader l;
+  l.load();
+  l.begin();
+  l.end();
+  l.save();
+}
+
 template <class T>
 struct Core {
-  static constexpr bool kProduces = false, kStores = false;
+  static constexpr bool kProduces = false, kStores = false, kLoads = true;
   static constexpr bool kNeedsHeader = false;  // of its producer
+
+  MK_DEVICE static void load() { lend_scratch(); }
 
   static __device__ __noinline__ void consume() {
     Consumer c;
     c.load();
     const abi::Record& record = *c.w.record;
     wait_counters(c.w, record);
+    c.take_input();
     trace::ready(c.w, abi::Role::kConsumer);
     T::execute(c.w, record, fields_of<T>(record));
     c.w.sync();
     if (block().failed) asm volatile("exit;");  // nothing after it may go on
     trace::end(c.w, abi::Role::kConsumer);
     if (c.w.lane() == 0) signal_counter(c.w, record);
+    c.free_input();
     c.save();
   }
 };

@@ -1,5 +1,5 @@
-// The input of a matrix product: rows that other workers publish become operands of the matrix cores. Each consumer fetches
-// its own columns itself. Part of cuda_matrix.cuh.
+// The input of a matrix product: rows that other workers publish become operands of the matrix cores. One row is brought by
+// the loaders; of several each consumer fetches its own columns itself. Part of cuda_matrix.cuh.
 #pragma once
 
 namespace megakernel::dev {
@@ -71,86 +71,155 @@ MK_DEVICE Quad packed(const float (&x)[8]) {
   return {pack<kHalf>(x[0], x[1]), pack<kHalf>(x[4], x[5]), pack<kHalf>(x[2], x[3]), pack<kHalf>(x[6], x[7])};
 }
 
-// One row: the warp's columns of the whole input are fetched in one go and kept in shared memory, in the type of the
-// weights, times gamma. The factor of the norm comes in the epilogue.
-template <bool kHalf>
-struct OneRow {
-  static constexpr bool kHigh = false;
-  uint8_t* stash;
-  float squares = 0.0f;
+// One row: the loaders fetch the whole input and put it into scratch, in the type of the weights, times gamma, and in the
+// order in which the consumers want it; behind it the sum of squares of each share. The factor of the norm comes in the
+// epilogue. Consumer w reads the w-th share.
+struct RowStash {
+  uint32_t share_bytes;
 
-  // Of a warp, in a step of so many rows.
-  MK_DEVICE static uint32_t stash_bytes(uint32_t rows) { return Sums::below(rows) / kConsumers / 64 * 64; }
+  MK_DEVICE RowStash(const MatrixFields& f) : share_bytes(f.units * kMaxChunks * 64) {}
+  MK_DEVICE uint8_t* share(uint32_t warp) const { return block().scratch + warp * share_bytes; }
+  MK_DEVICE float* squares() const { return reinterpret_cast<float*>(share(kConsumers)); }
+  // Of `rows` rows of a product in a step of `room` rows.
+  MK_DEVICE bool fits(const MatrixFields& f, uint32_t rows, uint32_t room) const {
+    return rows == 1 && f.k % 8 == 0 && share_bytes * kConsumers + kConsumers * 4 <= Sums::below(room);
+  }
+};
 
-  MK_DEVICE OneRow(const Worker& w, uint32_t) : stash(block().scratch + w.warp() * stash_bytes(w.header->rows)) {}
-  MK_DEVICE void restart() {}
+// What one loader warp does: its two shares. With a norm, gamma takes registers too, and fewer octets are asked for at once.
+template <bool kHalf, bool kNorm>
+struct RowLoader {
+  static constexpr uint32_t kShares = kConsumers / kLoaders, kRounds = kNorm ? 2 : 4, kOctets = kShares * kRounds;
+  Loader& l;
+  const MatrixFields& f;
+  const RowStash& stash;
+  const float *x, *gamma = nullptr;
+  uint32_t first[kShares], count[kShares], total[kShares];  // first chunk, chunks, octets of a share
+  uint32_t most;                                            // octets
+  float squares[kShares] = {};
 
-  MK_DEVICE void begin(Worker& w, const MatrixFields& f, const Share& share, MatrixFlags flags) {
-    const float* x = input_row(w, f, flags.sampled(), 0);
-    const float* gamma = flags.norm() ? tasks::weights<float>(w, f.gamma) : nullptr;
-    const uint32_t total = f.units * share.count * 4;  // octets
-#pragma unroll 1
-    for (uint32_t base = 0; base < total; base += 32 * kOctets) fetch(w, f, share, x, gamma, base, total);
-    trace::ready(w, abi::Role::kConsumer);
-    __syncwarp();
+  MK_DEVICE RowLoader(Loader& loader, const MatrixFields& fields, const RowStash& to, bool sampled)
+      : l(loader), f(fields), stash(to), x(input_row(loader.w, fields, sampled, 0)) {
+    if constexpr (kNorm) gamma = tasks::weights<float>(loader.w, fields.gamma);
+#pragma unroll
+    for (uint32_t s = 0; s < kShares; ++s) {
+      const Share share(Loader::index() * kShares + s, f.k_unit);
+      first[s] = share.first, count[s] = share.count, total[s] = f.units * share.count * 4;
+    }
+    most = total[0] > total[1] ? total[0] : total[1];
   }
 
-  static constexpr uint32_t kOctets = 2;  // of a lane, on their way together
+  MK_DEVICE void run() {
+#pragma unroll 1
+    for (uint32_t base = 0; base < most; base += 32 * kRounds) fetch(base);
+    if constexpr (kNorm) {
+#pragma unroll
+      for (uint32_t s = 0; s < kShares; ++s) {
+        float v = squares[s] + __shfl_xor_sync(0xffffffffu, squares[s], 1);
+        v += __shfl_xor_sync(0xffffffffu, v, 2);
+        if (l.w.warp_lane() == 0) stash.squares()[Loader::index() * kShares + s] = v;
+      }
+    }
+  }
 
-  MK_DEVICE void fetch(Worker& w, const MatrixFields& f, const Share& share, const float* x, const float* gamma,
-                       uint32_t base, uint32_t total) {
-    Octet octet[kOctets], scale[kOctets];
+ private:
+  static_assert(kShares == 2);
+
+  // Octet i of a lane: share i % 2, 32 octets of it in each round.
+  MK_DEVICE void fetch(uint32_t base) {
+    Worker& w = l.w;
+    Octet octet[kOctets], scale[kNorm ? kOctets : 1];
     uint32_t column[kOctets];
-    const uint32_t k = f.k, k_unit = f.k_unit;
 #pragma unroll
     for (uint32_t i = 0; i < kOctets; ++i) {
-      const uint32_t o = base + i * 32 + w.warp_lane(), q = o / 4;
-      const uint32_t unit = share.count == kMaxChunks ? q / kMaxChunks : q / share.count, chunk = q - unit * share.count;
-      column[i] = o < total ? unit * k_unit + (share.first + chunk) * 32 + o % 4 * 8 : k;
-      octet[i].zero(), scale[i].zero();
-      if (column[i] < k) {
-        octet[i].fetch(x + column[i]);
-        if (gamma) scale[i].fetch_fixed(gamma + column[i]);
+      const uint32_t s = i % kShares, o = base + i / kShares * 32 + w.warp_lane(), q = o / 4;
+      const uint32_t unit = count[s] == kMaxChunks ? q / kMaxChunks : q / count[s], chunk = q - unit * count[s];
+      column[i] = o < total[s] ? unit * f.k_unit + (first[s] + chunk) * 32 + o % 4 * 8 : f.k;
+      octet[i].zero();
+      if constexpr (kNorm) {
+        scale[i].zero();
+        if (column[i] < f.k) scale[i].fetch_fixed(gamma + column[i]);
       }
+    }
+    if (base == 0) {
+      wait_counters(w, *w.record);
+      l.begin();
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kOctets; ++i) {
+      if (column[i] < f.k) octet[i].fetch(x + column[i]);
     }
     w.spin([&] {
       bool missing = false;
 #pragma unroll
+      for (uint32_t i = 0; i < kOctets; ++i) missing |= octet[i].missing();
+      if (!__any_sync(0xffffffffu, missing)) return true;
+#pragma unroll
       for (uint32_t i = 0; i < kOctets; ++i) {
-        if (octet[i].missing()) {
-          missing = true;
-          octet[i].fetch(x + column[i]);
-        }
+        if (octet[i].missing()) octet[i].fetch(x + column[i]);
       }
-      return !__any_sync(0xffffffffu, missing);
+      return false;
     }, abi::FaultKind::kValueBudget, base);
 #pragma unroll
     for (uint32_t i = 0; i < kOctets; ++i) {
-      const uint32_t o = base + i * 32 + w.warp_lane();
+      const uint32_t s = i % kShares, begin = base + i / kShares * 32, o = begin + w.warp_lane();
+      if (begin >= total[s]) continue;
       float v[8];
       octet[i].values(v);
-      if (gamma) {
-        add_squares(w, sum_of_squares(v), int32_t(total - (base + i * 32)));
+      if constexpr (kNorm) {
+        add_squares(squares[s], sum_of_squares(v), total[s] - begin);
         multiply_gamma(v, scale[i]);
       }
       const Quad out = packed<kHalf>(v);
-      if (o < total) *reinterpret_cast<Quad*>(stash + o * 16) = out;
+      if (o < total[s]) *reinterpret_cast<Quad*>(stash.share(Loader::index() * kShares + s) + o * 16) = out;
     }
   }
 
   // In the order of the chunks, as `ManyRows` adds them; lane % 4 is the octet of a chunk.
-  MK_DEVICE void add_squares(const Worker& w, float own, int32_t left) {
-    if (left <= 0) return;
+  MK_DEVICE void add_squares(float& sum, float own, uint32_t left) {
 #pragma unroll
-    for (int32_t chunk = 0; chunk < 8; ++chunk) {
-      const float s = __shfl_sync(0xffffffffu, own, chunk * 4 + w.warp_lane() % 4);
-      if (chunk * 4 < left) squares += s;
+    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+      const float s = __shfl_sync(0xffffffffu, own, chunk * 4 + l.w.warp_lane() % 4);
+      if (chunk * 4 < left) sum += s;
     }
   }
+};
+
+template <bool kHalf, bool kNorm>
+__device__ __noinline__ void load_row(bool sampled) {
+  Loader l;
+  l.load();
+  const MatrixFields& f = matrix_fields(l.w);
+  const RowStash stash(f);
+  if (stash.fits(f, matrix_rows(l.w, sampled), l.w.header->rows)) {
+    RowLoader<kHalf, kNorm>(l, f, stash, sampled).run();
+    l.end();
+  }
+  l.save();
+}
+
+// The input of a consumer when there is one row.
+template <bool kHalf>
+struct OneRow {
+  static constexpr bool kHigh = false;
+  const uint8_t* stash = nullptr;
+  float squares = 0.0f;
+
+  MK_DEVICE OneRow(const Worker&, uint32_t) {}
+  MK_DEVICE void restart() {}
+
+  MK_DEVICE void begin(Consumer& c, const MatrixFields& f, const Share&, MatrixFlags flags) {
+    const RowStash all(f);
+    c.take_input();
+    trace::ready(c.w, abi::Role::kConsumer);
+    stash = all.share(c.w.warp()) + c.w.warp_lane() % 4 * 16;
+    if (flags.norm()) squares = all.squares()[c.w.warp()];
+  }
+  MK_DEVICE void end(Consumer& c) { c.free_input(); }
 
   MK_DEVICE void fragments(
       Worker& w, const MatrixFields&, const Share& share, MatrixFlags, uint32_t unit, Fragments<false>& a) {
-    const uint8_t* at = stash + unit * share.count * 64 + w.warp_lane() % 4 * 16;
+    const uint8_t* at = stash + unit * share.count * 64;
 #pragma unroll
     for (uint32_t i = 0; i < kMaxChunks; ++i) {
       a.low[i] = Quad{0, 0, 0, 0};
@@ -159,9 +228,7 @@ struct OneRow {
   }
 
   MK_DEVICE void put_squares(const Worker& w, float* out, uint32_t) const {
-    float s = squares + __shfl_xor_sync(0xffffffffu, squares, 1);
-    s += __shfl_xor_sync(0xffffffffu, s, 2);
-    if (w.warp_lane() == 0) out[0] = s;
+    if (w.warp_lane() == 0) *out = squares;
   }
 };
 
@@ -173,7 +240,8 @@ struct ManyRows {
   float squares[2] = {0.0f, 0.0f};
 
   MK_DEVICE ManyRows(const Worker&, uint32_t n) : rows(n) {}
-  MK_DEVICE void begin(Worker&, const MatrixFields&, const Share&, MatrixFlags) {}
+  MK_DEVICE void begin(Consumer& c, const MatrixFields&, const Share&, MatrixFlags) { wait_counters(c.w, *c.w.record); }
+  MK_DEVICE void end(Consumer&) {}
   MK_DEVICE void restart() { squares[0] = squares[1] = 0.0f; }
 
   MK_DEVICE void fragments(
@@ -242,7 +310,7 @@ struct ManyRows {
       float s = squares[i] + __shfl_xor_sync(0xffffffffu, squares[i], 1);
       s += __shfl_xor_sync(0xffffffffu, s, 2);
       const uint32_t row = w.warp_lane() / 4 + i * 8;
-      if (w.warp_lane() % 4 == 0 && row < n) out[row] = s;
+      if (w.warp_lane() % 4 == 0 && row < n) out[row * kConsumers] = s;
     }
   }
 };

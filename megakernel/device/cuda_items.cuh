@@ -1,7 +1,56 @@
-// What attention works on: the items of a worker, and eight elements of a head. Part of cuda_pages.cuh.
+// What attention works on: sizes and places, the items of a worker, eight elements of a head. Part of cuda_pages.cuh.
 #pragma once
 
 namespace megakernel::dev {
+
+constexpr uint32_t kRunTokens = 32;
+constexpr uint32_t kBlockRows = 8;  // q-rows that go through an item together
+
+// A page of one KV head fills a stage, or its keys one and its values the next. Its keys are the B operand of queries x
+// keys (8 tokens by 32 elements, 16 bytes a lane), its values that of weights x values (32 tokens by 8 elements); the order
+// of tokens inside is the one in which the first product leaves its result, so that the result is the A operand of the
+// second as it stands.
+template <tasks::AttentionConfig kConfig>
+struct PageShape {
+  static constexpr uint32_t kDim = kConfig.head_dim, kGroup = kConfig.group, kKvHeads = kConfig.kv_heads;
+  static constexpr uint32_t kHeads = kKvHeads * kGroup, kColumns = (kHeads + 2 * kKvHeads) * kDim;
+  static constexpr uint32_t kPage = kConfig.page_tokens, kPiece = kConfig.piece_tokens;
+  static constexpr uint32_t kPiecePages = kPiece / kPage, kRuns = kPiece / kRunTokens;
+  static constexpr uint32_t kKeyBytes = kDim * kPage * 2, kUnitBytes = 2 * kKeyBytes;
+  static constexpr uint32_t kChunks = kDim / 32, kValueTiles = kDim / 8;
+  static constexpr uint32_t kHalfRotary = kConfig.rotary_dim / 2;
+  static constexpr uint32_t kPartial = kDim + 2;
+  static constexpr bool kHalf = kConfig.kv_dtype == DType::kF16;
+  // Scratch of an item: queries as A operand, keys and values of this step's rows, then what is merged.
+  static constexpr uint32_t kQueryBytes = kChunks * 512, kFreshBytes = kDim * 4;
+  static constexpr uint32_t kFreshRows = (kBlockRows + kGroup - 1) / kGroup, kMergeAt = kQueryBytes + kFreshRows * kFreshBytes;
+
+  // Where element `dim` of token `t` of a page is.
+  MK_DEVICE static uint32_t key_at(uint32_t t, uint32_t dim) {
+    return t / 8 * (kDim * 16) + dim / 32 * 512 + (t % 8 * 4 + dim % 32 / 8) * 16 + dim % 8 * 2;
+  }
+  MK_DEVICE static uint32_t value_at(uint32_t t, uint32_t dim) {
+    return kKeyBytes + t / 32 * (kDim * 64) + dim / 8 * 512 + (dim % 8 * 4 + t % 8 / 2) * 16 + t % 32 / 8 * 4 + t % 2 * 2;
+  }
+
+  // Eight elements of a value: each goes to a place of its own.
+  MK_DEVICE static void put_value(void* page, uint32_t token, uint32_t dim, const Quad& bits) {
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+    char* at = static_cast<char*>(page) + value_at(token, dim);
+#pragma unroll
+    for (uint32_t j = 0; j < 8; ++j) {
+      *reinterpret_cast<uint16_t*>(at + j * 64) = uint16_t(words[j / 2] >> (j % 2 * 16));
+    }
+  }
+
+  // Rows of a group whose first q-row is in the block from `base` on: [first, end) of the group.
+  struct Fresh {
+    uint32_t first, end;
+    MK_DEVICE Fresh(uint32_t base, uint32_t rows) : first((base + kGroup - 1) / kGroup) {
+      end = tasks::least((base + kBlockRows + kGroup - 1) / kGroup, rows);
+    }
+  };
+};
 
 template <tasks::AttentionConfig kConfig>
 struct PageItems {
@@ -68,9 +117,7 @@ struct Eight {
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = 0.0f;
   }
-  MK_DEVICE void load_fixed(const float* p) {
-    set(load_constant_quad(p), load_constant_quad(p + 4));
-  }
+  MK_DEVICE void load_fixed(const float* p) { set(load_constant_quad(p), load_constant_quad(p + 4)); }
   MK_DEVICE void set(const Quad& a, const Quad& b) {
     v[0] = as_float(a.x), v[1] = as_float(a.y), v[2] = as_float(a.z), v[3] = as_float(a.w);
     v[4] = as_float(b.x), v[5] = as_float(b.y), v[6] = as_float(b.z), v[7] = as_float(b.w);
@@ -97,39 +144,5 @@ MK_DEVICE void rotate(float& x, float& y, float cos, float sin) {
   x = a;
   y = b;
 }
-
-// Eights that other workers publish, `kCount` of a lane, `stride` floats apart: asked for now, waited for later.
-template <uint32_t kCount>
-struct Pending {
-  Quad q[kCount][2];
-  const float* p;
-  uint32_t stride;
-
-  MK_DEVICE void ask(const float* from, uint32_t apart, bool wanted) {
-    p = from, stride = apart;
-#pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
-      q[i][0] = q[i][1] = Quad{0, 0, 0, 0};
-      if (wanted) q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
-    }
-  }
-  MK_DEVICE void wait(Worker& w, Eight (&out)[kCount]) {
-    w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < kCount; ++i) missing |= invalid(q[i][0]) || invalid(q[i][1]);
-      if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-      for (uint32_t i = 0; i < kCount; ++i) {
-        if (invalid(q[i][0]) || invalid(q[i][1])) {
-          q[i][0] = load_quad(p + i * stride), q[i][1] = load_quad(p + i * stride + 4);
-        }
-      }
-      return false;
-    }, abi::FaultKind::kValueBudget, 0);
-#pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) out[i].set(q[i][0], q[i][1]);
-  }
-};
 
 }  // namespace megakernel::dev

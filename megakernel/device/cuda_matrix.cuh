@@ -5,7 +5,7 @@
 // k-major, so a fragment of the input serves 4 tiles. An output is the sum over warps, in order, of two chains that run
 // over the warp's chunks in order: whatever the rows of the step, the tiles of the record or the number of workers.
 //
-// Each consumer fetches its own columns of the input from other workers itself, after its first weights have arrived.
+// The input of one row comes from the loaders; that of several rows each consumer fetches from other workers itself.
 #pragma once
 
 namespace megakernel::dev {
@@ -13,25 +13,25 @@ namespace megakernel::dev {
 constexpr uint32_t kBlockTiles = 4;
 constexpr uint32_t kMaxChunks = 4;  // 32-column chunks of a unit in one warp
 
-// Memory for partial sums: of each warp and row the kBlockTiles * 8 outputs, and of each warp and row the sum of squares.
+// Memory for partial sums: of each warp and row the kBlockTiles * 8 outputs, and of each row and warp the sum of squares.
 // `rows` is that of the step, for every task of the step, so that no two of its uses overlap.
 struct Sums {
   static constexpr uint32_t kOutputs = kBlockTiles * 8;
 
-  MK_DEVICE static uint32_t bytes(uint32_t rows) { return (kConsumers * rows * kOutputs + kConsumers * rows) * 4; }
-  MK_DEVICE static uint32_t slots(uint32_t rows) { return 2 * bytes(rows) <= kScratchBytes ? 2 : 1; }
+  MK_DEVICE static constexpr uint32_t bytes(uint32_t rows) { return (kConsumers * rows * kOutputs + kConsumers * rows) * 4; }
+  MK_DEVICE static constexpr uint32_t slots(uint32_t rows) { return 2 * bytes(rows) <= kScratchBytes ? 2 : 1; }
   MK_DEVICE static uint32_t slot(uint32_t turn, uint32_t rows) { return turn & (slots(rows) - 1); }
   MK_DEVICE static float* at(uint32_t rows, uint32_t slot) {
     return reinterpret_cast<float*>(block().scratch + kScratchBytes - (slot + 1) * bytes(rows));
   }
   // Scratch below is free for inputs and merges.
-  MK_DEVICE static uint32_t below(uint32_t rows) { return kScratchBytes - slots(rows) * bytes(rows); }
+  MK_DEVICE static constexpr uint32_t below(uint32_t rows) { return kScratchBytes - slots(rows) * bytes(rows); }
 };
 static_assert(Sums::kOutputs == 32, "one output a lane");
 
 using MatrixFields = abi::MatmulFields;
 
-// Of the variants of the task, what its code asks at run time; one word.
+// Of the variants of the task, what its code asks, the consumers' at run time; one word.
 struct MatrixFlags {
   uint32_t bits;
 
@@ -40,12 +40,12 @@ struct MatrixFlags {
     return {uint32_t(norm) | uint32_t(sampled) << 1 | uint32_t(bias) << 2 | uint32_t(softcap) << 3 |
             uint32_t(epilogue) << 8 | uint32_t(activation) << 16};
   }
-  MK_DEVICE bool norm() const { return bits & 1; }
-  MK_DEVICE bool sampled() const { return bits & 2; }
-  MK_DEVICE bool bias() const { return bits & 4; }
-  MK_DEVICE bool softcap() const { return bits & 8; }
-  MK_DEVICE tasks::Epilogue epilogue() const { return tasks::Epilogue(bits >> 8 & 0xff); }
-  MK_DEVICE tasks::Activation activation() const { return tasks::Activation(bits >> 16); }
+  MK_DEVICE constexpr bool norm() const { return bits & 1; }
+  MK_DEVICE constexpr bool sampled() const { return bits & 2; }
+  MK_DEVICE constexpr bool bias() const { return bits & 4; }
+  MK_DEVICE constexpr bool softcap() const { return bits & 8; }
+  MK_DEVICE constexpr tasks::Epilogue epilogue() const { return tasks::Epilogue(bits >> 8 & 0xff); }
+  MK_DEVICE constexpr tasks::Activation activation() const { return tasks::Activation(bits >> 16); }
 };
 
 MK_DEVICE const MatrixFields& matrix_fields(const Worker& w) {
@@ -117,102 +117,135 @@ MK_DEVICE float2 chains_sum(const Chains& d, uint32_t high) {
   return make_float2(d[0][first] + d[1][second], d[0][first + 1] + d[1][second + 1]);
 }
 
-// This warp's weights out of the next stage, which is free again as soon as they are in registers.
-MK_DEVICE void take_tile(Consumer& c, Quad (&b)[kMaxChunks], const uint32_t (&offset)[kMaxChunks]) {
-  const uint8_t* stage = c.take();
-#pragma unroll
-  for (uint32_t i = 0; i < kMaxChunks; ++i) b[i] = *reinterpret_cast<const Quad*>(stage + offset[i]);
-  c.give_back();
-}
+// Where partial sums of the next block go, once the storer has read what was there.
+struct HandOver {
+  MK_DEVICE void begin(Consumer& c) {
+    const uint32_t slot = Sums::slot(c.sums_slot, c.w.header->rows);
+    c.w.wait_barrier(&block().sums_empty[slot], (c.sums_parity >> slot & 1) ^ 1);
+  }
 
-// Partial sums of a block to the storer. Lane 4 g + t has rows g and g + 8, rows 2 t and 2 t + 1 of each tile's weights.
-template <class Input>
-MK_DEVICE void hand_over(Consumer& c, const Input& input, const Chains (&d)[kBlockTiles], uint32_t rows, bool norm) {
-  Worker& w = c.w;
-  const uint32_t room = w.header->rows, slot = Sums::slot(c.sums_slot, room);
-  const uint32_t group = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
-  w.wait_barrier(&block().sums_empty[slot], (c.sums_parity >> slot & 1) ^ 1);
-  float* sums = Sums::at(room, slot);
-  float* out = sums + w.warp() * rows * Sums::kOutputs + pair;
+  // Lane 4 g + t has rows g and g + 8, rows 2 t and 2 t + 1 of each tile's weights.
+  template <class Input>
+  MK_DEVICE void put(Consumer& c, const Input& input, const Chains (&d)[kBlockTiles], uint32_t rows, bool norm) {
+    Worker& w = c.w;
+    const uint32_t group = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
+    const uint32_t room = w.header->rows, slot = Sums::slot(c.sums_slot, room);
+    float* sums = Sums::at(room, slot);
+    float* out = sums + w.warp() * rows * Sums::kOutputs + pair;
 #pragma unroll
-  for (uint32_t h = 0; h < (Input::kHigh ? 2 : 1); ++h) {
-    if (group + h * 8 >= rows) continue;
-    auto* at = reinterpret_cast<float2*>(out + (group + h * 8) * Sums::kOutputs);
+    for (uint32_t h = 0; h < (Input::kHigh ? 2 : 1); ++h) {
+      if (group + h * 8 >= rows) continue;
+      auto* at = reinterpret_cast<float2*>(out + (group + h * 8) * Sums::kOutputs);
 #pragma unroll
-    for (uint32_t t = 0; t < kBlockTiles; ++t) {
-      at[t * 4] = chains_sum<Input::kHigh>(d[t], h);
+      for (uint32_t t = 0; t < kBlockTiles; ++t) {
+        at[t * 4] = chains_sum<Input::kHigh>(d[t], h);
+      }
+    }
+    if (norm) input.put_squares(w, sums + kConsumers * Sums::kOutputs * rows + w.warp(), rows);
+    __syncwarp();
+    if (w.warp_lane() == 0) barrier_arrive(&block().sums_full[slot]);
+    c.sums_parity ^= 1u << slot;
+    ++c.sums_slot;
+  }
+};
+
+// This warp's weights of a unit, by chunk.
+struct ChunkPlaces {
+  uint32_t offset[kMaxChunks];
+
+  MK_DEVICE ChunkPlaces(const Worker& w, const Share& share) {
+#pragma unroll
+    for (uint32_t i = 0; i < kMaxChunks; ++i) {
+      offset[i] = (share.first + (i < share.count ? i : 0)) * 512 + w.warp_lane() * 16;
     }
   }
-  if (norm) input.put_squares(w, sums + (kConsumers * Sums::kOutputs + w.warp()) * rows, rows);
+  MK_DEVICE void load(uint32_t slot, Quad (&b)[kMaxChunks]) const {
+    const uint8_t* stage = block().ring[slot];
+#pragma unroll
+    for (uint32_t i = 0; i < kMaxChunks; ++i) b[i] = *reinterpret_cast<const Quad*>(stage + offset[i]);
+  }
+};
+
+// Tiles kFirst and kFirst + 1 of a block, or the first alone; their stages are free again as soon as they are in registers.
+// What is read and multiplied for a tile that is not there goes nowhere. Two at a time, because a warp would wait for each
+// product before it starts the next one of the same chain.
+template <bool kHalf, uint32_t kFirst, bool kHigh>
+MK_DEVICE void take_pair(Consumer& c, Chains (&d)[kBlockTiles], const Fragments<kHigh>& x, const ChunkPlaces& places, bool two) {
+  Quad b[2][kMaxChunks];
+  const Ring first = c.ring;
+  c.await();
+  c.ring.next();
+  const uint32_t second = c.ring.slot;
+  if (two) {
+    c.await();
+    c.ring.next();
+  }
+  places.load(first.slot, b[0]);
+  places.load(second, b[1]);
   __syncwarp();
-  if (w.warp_lane() == 0) barrier_arrive(&block().sums_full[slot]);
-  c.sums_parity ^= 1u << slot;
-  ++c.sums_slot;
+  if (c.w.warp_lane() == 0) {
+    barrier_arrive(&block().empty[first.slot]);
+    if (two) barrier_arrive(&block().empty[second]);
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < kMaxChunks; ++i) {
+    multiply_chunk<kHalf>(d[kFirst], x, i, b[0][i]);
+    multiply_chunk<kHalf>(d[kFirst + 1], x, i, b[1][i]);
+  }
 }
 
 // The loop over a unit of 4 tiles is all that a warp runs for most of a step: it must be short.
 template <bool kHalf, template <bool> class Input>
-MK_DEVICE void consume_blocks(MatrixFlags flags) {
+MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
   constexpr bool kHigh = Input<kHalf>::kHigh;
-  Consumer c;
-  c.load();
   Worker& w = c.w;
   const abi::Record& record = *w.record;
   const MatrixFields& f = matrix_fields(w);
   const uint32_t rows = matrix_rows(w, flags.sampled()), units = f.units;
   const Share share(w.warp(), f.k_unit);
-  uint32_t offset[kMaxChunks];
-#pragma unroll
-  for (uint32_t i = 0; i < kMaxChunks; ++i) offset[i] = (share.first + (i < share.count ? i : 0)) * 512 + w.warp_lane() * 16;
+  const ChunkPlaces places(w, share);
   Input<kHalf> input(w, rows);
-  wait_counters(w, record);
-  input.begin(w, f, share, flags);
+  HandOver out;
+  out.begin(c);
+  input.begin(c, f, share, flags);
   if constexpr (trace::kOn) c.await();
   trace::data(w, abi::Role::kConsumer);
 #pragma unroll 1
-  for (uint32_t left = record.tile_count; left > 0; left -= tasks::least(kBlockTiles, left)) {
+  for (uint32_t left = record.tile_count;;) {
     Chains d[kBlockTiles] = {};
     input.restart();
 #pragma unroll 1
     for (uint32_t unit = 0; unit < units; ++unit) {
       Fragments<kHigh> x;
       input.fragments(w, f, share, flags, unit, x);
-#pragma unroll
-      for (uint32_t t = 0; t < kBlockTiles; ++t) {
-        if (t >= left) break;
-        Quad b[kMaxChunks];
-        take_tile(c, b, offset);
-#pragma unroll
-        for (uint32_t i = 0; i < kMaxChunks; ++i) multiply_chunk<kHalf>(d[t], x, i, b[i]);
-      }
+      take_pair<kHalf, 0>(c, d, x, places, left > 1);
+      if (left > 2) take_pair<kHalf, 2>(c, d, x, places, left > 3);
     }
-    hand_over(c, input, d, rows, flags.norm());
+    const bool last = left <= kBlockTiles;
+    if (last) input.end(c);
+    out.put(c, input, d, rows, flags.norm());
+    if (last) break;
+    out.begin(c);
+    left -= kBlockTiles;
   }
-  c.save();
+}
+
+template <bool kHalf, template <bool> class Input>
+MK_DEVICE void consume_as(MatrixFlags flags) {
+  Consumer c;
+  c.load();
+  consume_blocks<kHalf, Input>(c, flags);
+  c.save_alone();
 }
 
 // One row in a step is what must be fast.
 template <bool kHalf>
 __device__ __noinline__ void consume_row(MatrixFlags flags) {
-  consume_blocks<kHalf, OneRow>(flags);
+  consume_as<kHalf, OneRow>(flags);
 }
 template <bool kHalf>
 __device__ __noinline__ void consume_rows(MatrixFlags flags) {
-  consume_blocks<kHalf, ManyRows>(flags);
-}
-
-template <bool kHalf>
-__device__ __noinline__ void consume_matrix(MatrixFlags flags) {
-  const RoleState& state = block().state[threadIdx.x / 32];
-  const auto& f = *reinterpret_cast<const MatrixFields*>(state.record->payload);
-  const abi::StepHeader& header = block().header[state.step & 1];
-  const uint32_t rows = flags.sampled() ? header.sampled : header.rows;
-  if (rows == 0) return;
-  if (rows == 1 && f.units * kMaxChunks * 64 <= OneRow<kHalf>::stash_bytes(header.rows) && f.k % 8 == 0) {
-    consume_row<kHalf>(flags);
-  } else {
-    consume_rows<kHalf>(flags);
-  }
+  consume_as<kHalf, ManyRows>(flags);
 }
 
 template <tasks::MatmulConfig kConfig>
@@ -220,15 +253,26 @@ struct Core<tasks::Matmul<kConfig>> {
   static_assert(kConfig.dtype != DType::kF32, "matrix cores take 16-bit weights");
   static_assert(kConfig.tile_n == 8, "a tile is 8 rows of the weights");
   static constexpr bool kHalf = kConfig.dtype == DType::kF16;
-  static constexpr bool kProduces = true, kStores = true, kNeedsHeader = kConfig.sampled;
+  static constexpr bool kProduces = true, kStores = true, kLoads = true, kNeedsHeader = kConfig.sampled;
   static constexpr MatrixFlags kFlags = MatrixFlags::of(
       kConfig.norm, kConfig.sampled, kConfig.bias, kConfig.softcap, kConfig.epilogue, kConfig.activation);
 
   MK_DEVICE static void produce() {
     if (!kConfig.sampled || block().header[block().state[threadIdx.x / 32].step & 1].sampled > 0) produce_rows();
   }
-  MK_DEVICE static void consume() { consume_matrix<kHalf>(kFlags); }
-  MK_DEVICE static void store() { store_rows(kFlags); }
+  MK_DEVICE static void load() { load_row<kHalf, kConfig.norm>(kFlags.sampled()); }
+  MK_DEVICE static void consume() {
+    const RoleState& state = own_state();
+    const auto& f = *reinterpret_cast<const MatrixFields*>(state.record->payload);
+    const abi::StepHeader& header = block().header[state.step & 1];
+    const uint32_t rows = kConfig.sampled ? header.sampled : header.rows;
+    if (RowStash(f).fits(f, rows, header.rows)) {
+      consume_row<kHalf>(kFlags);
+    } else if (rows > 0) {
+      consume_rows<kHalf>(kFlags);
+    }
+  }
+  MK_DEVICE static void store() { store_rows<kFlags.bits>(); }
 };
 
 }  // namespace megakernel::dev

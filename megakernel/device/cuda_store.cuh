@@ -32,10 +32,11 @@ __device__ __noinline__ float activate(tasks::Activation kind, float v) {
 }
 
 // Lane = output of a block: tile lane / 8, row lane % 8 of its weights. What can be known before the sums come is.
+template <uint32_t kFlags>
 struct RowStorer {
+  static constexpr MatrixFlags flags{kFlags};
   Storer& s;
   const MatrixFields& f;
-  const MatrixFlags flags;
   const uint32_t rows;
   const uint32_t n = f.n;
   const float inverse_k = 1.0f / float(f.k), eps = f.eps, scale = f.scale;
@@ -43,8 +44,8 @@ struct RowStorer {
 
   MK_DEVICE void block_of(uint32_t tile, uint32_t tiles) {
     Worker& w = s.w;
-    const bool residual = flags.epilogue() == tasks::Epilogue::kResidual, sampled = flags.sampled();
-    const uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
+    constexpr bool residual = flags.epilogue() == tasks::Epilogue::kResidual, sampled = flags.sampled();
+    constexpr uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
     const uint32_t lane = w.warp_lane(), mine = tile + lane / 8, within = lane % 8;
     const uint32_t column = mine * width + within;
     const bool active = lane / 8 < tiles && within < width && column < n;
@@ -79,25 +80,28 @@ struct RowStorer {
 
   // The warps' sums, in order, and the norm's factor.
   MK_DEVICE float total(const float* sums, uint32_t r, uint32_t lane) const {
-    float part[kConsumers], square[kConsumers];
+    float part[kConsumers];
 #pragma unroll
-    for (uint32_t i = 0; i < kConsumers; ++i) {
-      part[i] = sums[(i * rows + r) * Sums::kOutputs + lane];
-      square[i] = sums[(kConsumers * Sums::kOutputs + i) * rows + r];
+    for (uint32_t i = 0; i < kConsumers; ++i) part[i] = sums[(i * rows + r) * Sums::kOutputs + lane];
+    float factor = 1.0f;
+    if constexpr (flags.norm()) {
+      const auto* squares = reinterpret_cast<const float4*>(sums + kConsumers * (Sums::kOutputs * rows + r));
+      const float4 a = squares[0], b = squares[1];
+      factor = rsqrtf((a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w) * inverse_k + eps);
     }
-    float v = part[0], squares = square[0];
+    float v = part[0];
 #pragma unroll
-    for (uint32_t i = 1; i < kConsumers; ++i) v += part[i], squares += square[i];
-    return flags.norm() ? v * rsqrtf(squares * inverse_k + eps) : v;
+    for (uint32_t i = 1; i < kConsumers; ++i) v += part[i];
+    return flags.norm() ? v * factor : v;
   }
 
   MK_DEVICE float finish(float v, float residual) const {
-    if (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
-      const float up = __shfl_down_sync(0xffffffffu, v, 4);
+    if constexpr (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
+      const float up = flags.epilogue() == tasks::Epilogue::kGlu ? __shfl_down_sync(0xffffffffu, v, 4) : 1.0f;
       v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
-      if (flags.epilogue() == tasks::Epilogue::kGlu) v *= up;
+      v *= up;
     }
-    if (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
+    if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
     return v + residual;
   }
 
@@ -124,11 +128,13 @@ struct RowStorer {
   }
 };
 
-__device__ __noinline__ void store_rows(MatrixFlags flags) {
+template <uint32_t kFlags>
+__device__ __noinline__ void store_rows() {
+  constexpr MatrixFlags flags{kFlags};
   Storer s;
   s.load();
   const abi::Record& record = *s.w.record;
-  RowStorer out{s, matrix_fields(s.w), flags, matrix_rows(s.w, flags.sampled())};
+  RowStorer<kFlags> out{s, matrix_fields(s.w), matrix_rows(s.w, flags.sampled())};
 #pragma unroll 1
   for (uint32_t first = 0; first < record.tile_count && out.rows > 0; first += kBlockTiles) {
     out.block_of(record.tile_begin + first, tasks::least(kBlockTiles, record.tile_count - first));

@@ -15,13 +15,16 @@ MK_DEVICE bool wants_largest_only(const Worker& w, uint32_t sampled) {
 template <tasks::SampleConfig kConfig>
 struct Core<tasks::Sample<kConfig>> {
   using Task = tasks::Sample<kConfig>;
-  static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
+  static constexpr bool kProduces = false, kStores = false, kLoads = true, kNeedsHeader = false;
+
+  MK_DEVICE static void load() { lend_scratch(); }
 
   static __device__ __noinline__ void consume() {
     Consumer c;
     c.load();
     Worker& w = c.w;
     const abi::Record& record = *w.record;
+    c.take_input();
     const uint32_t end = tasks::least(record.tile_begin + record.tile_count, w.header->sampled);
     bool waited = false;
 #pragma unroll 1
@@ -41,6 +44,7 @@ struct Core<tasks::Sample<kConfig>> {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
     }
+    c.free_input();
     c.save();
   }
 };
@@ -49,7 +53,9 @@ template <tasks::AdvanceConfig kConfig>
 struct Core<tasks::Advance<kConfig>> {
   using Task = tasks::Advance<kConfig>;
   using Fields = abi::AdvanceFields;
-  static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
+  static constexpr bool kProduces = false, kStores = false, kLoads = true, kNeedsHeader = false;
+
+  MK_DEVICE static void load() { lend_scratch(); }
 
   static __device__ __noinline__ void consume() {
     Consumer c;
@@ -57,6 +63,7 @@ struct Core<tasks::Advance<kConfig>> {
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
+    c.take_input();
     const uint32_t sampled = w.header->sampled;
     uint64_t posted = 0;
     if (w.lane() == 0) posted = load_system(&tasks::at<abi::Mailbox>(w.args.mailbox)->posted);  // it is far: ask now
@@ -74,6 +81,7 @@ struct Core<tasks::Advance<kConfig>> {
     if (block().failed) asm volatile("exit;");
     Task::execute(w, record, f);
     w.sync();
+    c.free_input();
     c.save();
   }
 

@@ -7,7 +7,7 @@ namespace megakernel::dev {
 template <tasks::EmbeddingConfig kConfig>
 struct Core<tasks::Embedding<kConfig>> {
   using Fields = abi::EmbeddingFields;
-  static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
+  static constexpr bool kProduces = false, kStores = false, kLoads = false, kNeedsHeader = false;
 
   static __device__ __noinline__ void consume() {
     Consumer c;
@@ -91,7 +91,7 @@ struct Core<tasks::Embedding<kConfig>> {
 template <tasks::CombineConfig kConfig>
 struct Core<tasks::Combine<kConfig>> {
   using Fields = abi::CombineFields;
-  static constexpr bool kProduces = false, kStores = false, kNeedsHeader = false;
+  static constexpr bool kProduces = false, kStores = true, kLoads = true, kNeedsHeader = false;
   static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2;
   static constexpr uint32_t kPairs = (kDim + 63) / 64;  // pairs of elements of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
@@ -114,6 +114,8 @@ struct Core<tasks::Combine<kConfig>> {
     }
   };
 
+  MK_DEVICE static void load() { lend_scratch(); }
+
   static __device__ __noinline__ void consume() {
     Consumer c;
     c.load();
@@ -121,15 +123,11 @@ struct Core<tasks::Combine<kConfig>> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
     wait_counters(w, record);
+    c.take_input();
     const uint32_t first = record.tile_begin, count = record.tile_count;
 #pragma unroll 1
     for (uint32_t i = 0; i < w.header->rows * count; ++i) row_head(w, f, i / count, first + i % count, i);
-    float* out = tasks::workspace<float>(w, f.output) + first * kDim;
-#pragma unroll 1
-    for (uint32_t r = 0; r < w.last->rows; ++r) {
-#pragma unroll 1
-      for (uint32_t i = w.lane(); i < count * kDim; i += w.lanes()) clear(before(w, out + r * kConfig.heads * kDim + i));
-    }
+    c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
@@ -137,10 +135,29 @@ struct Core<tasks::Combine<kConfig>> {
     c.save();
   }
 
+  // Clears the output of the step before, whoever wrote it.
+  static __device__ __noinline__ void store() {
+    Storer s;
+    s.load();
+    Worker& w = s.w;
+    const abi::Record& record = *w.record;
+    const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
+    float* out = tasks::workspace<float>(w, f.output) + record.tile_begin * kDim;
+#pragma unroll 1
+    for (uint32_t r = 0; r < w.last->rows; ++r) {
+#pragma unroll 1
+      for (uint32_t i = w.warp_lane(); i < record.tile_count * kDim; i += 32) {
+        clear(before(w, out + r * kConfig.heads * kDim + i));
+      }
+    }
+    s.save();
+  }
+
   MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, uint32_t turn) {
     const uint32_t position = w.header->row[r].position;
     const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
     const uint32_t high = position / kConfig.piece_tokens;
+    if (f.direct && low == high) return;
     const bool together = high - low >= kConsumers;
     if (!together && turn % kConsumers != w.warp()) return;
     const uint64_t index = uint64_t(r) * kConfig.heads + h;
@@ -159,8 +176,8 @@ struct Core<tasks::Combine<kConfig>> {
     for (uint32_t i = 0; i < kPairs; ++i) {
       const uint32_t d = i * 64 + w.warp_lane() * 2;
       if (d >= kDim) continue;
-      publish(out + d, sum.v[i].x / sum.total);
-      publish(out + d + 1, sum.v[i].y / sum.total);
+      publish(out + d, __fdividef(sum.v[i].x, sum.total));
+      publish(out + d + 1, __fdividef(sum.v[i].y, sum.total));
     }
   }
 
@@ -169,32 +186,45 @@ struct Core<tasks::Combine<kConfig>> {
   // Pieces j, j + step, ... as many as come at once and are not beyond `high`.
   MK_DEVICE static void add_pieces(Worker& w, const float* pieces, uint32_t j, uint32_t step, uint32_t high, Sum& sum) {
     float2 value[kAtOnce][kPairs], ends[kAtOnce];  // ends: top and total
-    bool asked = false;
+    pieces += uint64_t(j) * kStride + w.warp_lane() * 2;
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      ends[i] = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (uint32_t k = 0; k < kPairs; ++k) value[i][k] = ends[i];
+      if (j + i * step <= high) ask(w, pieces + i * step * kStride, ends[i], value[i]);
+    }
     w.spin([&] {
-      bool again = !asked;
+      bool missing = false;
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) missing |= lacks(ends[i], value[i]);
+      if (!__any_sync(0xffffffffu, missing)) return true;
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const float* piece = pieces + uint64_t(j + i * step) * kStride;
-        const bool wanted = j + i * step <= high;
-        if (!asked) ends[i] = make_float2(0.0f, 0.0f);
-        if (wanted && (!asked || missing(ends[i]))) ends[i] = load_two(piece + kDim);
-        again = again || missing(ends[i]);
-#pragma unroll
-        for (uint32_t k = 0; k < kPairs; ++k) {
-          const uint32_t d = k * 64 + w.warp_lane() * 2;
-          if (!asked) value[i][k] = make_float2(0.0f, 0.0f);
-          if (wanted && d < kDim && (!asked || missing(value[i][k]))) value[i][k] = load_two(piece + d);
-          again = again || missing(value[i][k]);
-        }
+        if (lacks(ends[i], value[i])) ask(w, pieces + i * step * kStride, ends[i], value[i]);
       }
-      asked = true;
-      return !__any_sync(0xffffffffu, again);
+      return false;
     }, abi::FaultKind::kValueBudget, j);
     trace::ready(w, abi::Role::kConsumer);
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       if (j + i * step <= high) sum.add(ends[i].x, ends[i].y, value[i]);
     }
+  }
+
+  // A piece, from this lane's first pair on.
+  MK_DEVICE static void ask(const Worker& w, const float* piece, float2& ends, float2 (&value)[kPairs]) {
+    ends = load_two(piece - w.warp_lane() * 2 + kDim);
+#pragma unroll
+    for (uint32_t k = 0; k < kPairs; ++k) {
+      if (k * 64 + w.warp_lane() * 2 < kDim) value[k] = load_two(piece + k * 64);
+    }
+  }
+  MK_DEVICE static bool lacks(const float2& ends, const float2 (&value)[kPairs]) {
+    bool out = missing(ends);
+#pragma unroll
+    for (uint32_t k = 0; k < kPairs; ++k) out = out || missing(value[k]);
+    return out;
   }
 
   MK_DEVICE static void merge(Worker& w, const Sum& sum, float* out) {
@@ -219,7 +249,7 @@ struct Core<tasks::Combine<kConfig>> {
         total += factor * memory[i * kStride + kDim + 1];
         v += factor * memory[i * kStride + d];
       }
-      publish(out + d, v / total);
+      publish(out + d, __fdividef(v, total));
     }
     w.sync();
   }

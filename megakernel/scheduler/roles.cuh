@@ -2,6 +2,7 @@
 //
 //   control    reads records and headers ahead into shared memory, ends steps, answers the roll-call
 //   producer   starts the copies of every record's stream; never waits for another worker, so it may be a step ahead
+//   loaders    bring the input of a record, when other workers have published it, to where the consumers read it
 //   consumers  take the stages in the order of the queue and compute; the group of them runs simple tasks
 //   storer     sums, runs epilogues, publishes
 //
@@ -94,12 +95,11 @@ MK_OUT_OF_LINE uint32_t next_record() {
 }
 
 MK_OUT_OF_LINE void done_record() {
-  dev::warp_meets();
   dev::RoleState& s = dev::own_state();
   const uint32_t slot = s.record_slot, parity = s.record_parity;
-  if (dev::lane_of_warp() == 0) dev::barrier_arrive(&block().record_empty[slot]);
   const bool wraps = slot + 1 == dev::kRecords;
   dev::warp_meets();
+  if (dev::lane_of_warp() == 0) dev::barrier_arrive(&block().record_empty[slot]);
   s.record = nullptr;
   s.record_slot = wraps ? 0 : slot + 1;
   s.record_parity = wraps ? parity ^ 1 : parity;
@@ -138,6 +138,23 @@ MK_DEVICE void run_storer(bool one_step) {
           dev::Core<T>::store();
           trace::published(dev::Loaded(), abi::Role::kStorer);
         }
+      }, Tasks{});
+      done_record();
+    }
+    done_record();
+    end_step();
+    if (one_step) return;
+  }
+}
+
+template <class Tasks>
+MK_DEVICE void run_loader(bool one_step) {
+  for (begin_step(); await_header(); begin_step()) {
+    for (;;) {
+      const uint32_t opcode = next_record();
+      if (opcode == abi::kEnd) break;
+      dispatch<0>(opcode, []<class T>() {
+        if constexpr (dev::Core<T>::kLoads) dev::Core<T>::load();
       }, Tasks{});
       done_record();
     }
@@ -292,6 +309,7 @@ MK_DEVICE void run_control(bool one_step) {
     dev::warp_meets();
     if (one_step) break;
   }
+  dev::store_volatile(&b.stop, 1);  // the producer may be in the step that will not be, waiting for room in the ring
   if (w.warp_lane() == 0) queue::leave(w);
 }
 
@@ -313,6 +331,8 @@ MK_DEVICE void run_block() {
     roles::run_producer<Tasks>(kOneStep);
   } else if (role == abi::Role::kStorer) {
     roles::run_storer<Tasks>(kOneStep);
+  } else if (role == abi::Role::kLoader) {
+    roles::run_loader<Tasks>(kOneStep);
   } else {
     roles::run_consumer<Tasks>(kOneStep);
   }

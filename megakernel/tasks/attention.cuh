@@ -208,7 +208,7 @@ struct Attention {
     constexpr uint32_t kHalf = kConfig.rotary_dim / 2;
     if constexpr (kHalf > 0) {
       const float* cos = weights<float>(w, f.cos) + uint64_t(position) * kHalf;
-      const float* sin = weights<float>(w, f.sin) + uint64_t(position) * kHalf;
+      const float* sin = weights<float>(w, f.cos + f.sin) + uint64_t(position) * kHalf;
       for (uint32_t i = w.lane(); i < kHalf; i += w.lanes()) {
         const uint32_t a = kConfig.interleaved ? 2 * i : i, b = kConfig.interleaved ? 2 * i + 1 : i + kHalf;
         const float x = value(a), y = value(b);

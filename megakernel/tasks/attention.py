@@ -9,7 +9,10 @@ Keys and values are rounded to the type of the pages before use, also those of t
 fixed order, page by page, so a row's result depends on nothing but its own tokens.
 
 qkv is f32 [rows, (heads + 2 kv_heads) * head_dim]: all q heads, all k heads, all v heads. partials is
-f32 [rows][heads][max_pieces][head_dim + 2]: acc, m, l; pieces that a row does not reach are not written.
+f32 [rows][heads][max_pieces][head_dim + 2]: acc, m, l; pieces that a row does not reach are not written. With an
+`output`, which goes with edges by value, a row whose context is one piece goes there at once, acc / l, and not to partials;
+`combine` leaves such a row alone. Readers of the output wait for its values, so which of the two wrote them is the same to
+them. The schedule counts it as written by combine, which comes later.
 
 Rows of one slot are consecutive and form a group. The items of a KV head are (group, piece) in order, pieces
 ascending; tile `g * splits + s` takes every item j of head g with (j + g) % splits == s. So one tile alone touches a
@@ -26,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.errors import LoweringError
-from megakernel.tasks.record import NONE64, Field, Struct
+from megakernel.tasks.record import NONE, NONE64, Field, Struct
 from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant
 
 Array = npt.NDArray[Any]
@@ -59,7 +62,8 @@ class Attention(Task):
         "AttentionFields",
         (
             Field("cos", "u64", doc="f32 [positions][rotary_dim / 2], offset in the weights, or kNone64"),
-            Field("sin", "u64"),
+            Field("sin", "u32", doc="the same, bytes behind cos"),
+            Field("output", "u32", doc="offset in the workspace, or kNone: where a row of one piece goes, see the module"),
             Field("q_gamma", "u64", doc="f32 [head_dim], offset in the weights, or kNone64"),
             Field("k_gamma", "u64"),
             Field("qkv", "u32", doc="offset in the workspace"),
@@ -113,8 +117,13 @@ class Attention(Task):
         def weight(role: str) -> int:
             return at.weight(node.weights[role]) if role in node.weights else NONE64
 
+        behind = weight("sin") - weight("cos")
+        if not 0 <= behind < 1 << 32:
+            raise LoweringError(f"attention {node.name}: sin lies {behind} bytes behind cos, expected less than 4 GiB")
         return {
-            **{role: weight(role) for role in ("cos", "sin", "q_gamma", "k_gamma")},
+            **{role: weight(role) for role in ("cos", "q_gamma", "k_gamma")},
+            "sin": behind,
+            "output": at.tensor(node.tensors["output"]) if "output" in node.tensors else NONE,
             "qkv": at.tensor(node.tensors["qkv"]),
             "partials": at.tensor(node.tensors["partials"]),
             **{key: node.sizes[key] for key in ("layer", "splits", "max_pieces", "window")},
@@ -137,11 +146,11 @@ def node(
     page_tokens: int, piece_tokens: int, max_pieces: int, splits: int, scale: float, cos: str | None = None,
     sin: str | None = None, rotary_dim: int | None = None, interleaved: bool = False, q_gamma: str | None = None,
     k_gamma: str | None = None, eps: float = 0.0, window: int | None = None, softcap: float | None = None,
-    layer: int = -1,
+    layer: int = -1, output: str | None = None,
 ) -> TaskNode:  # fmt: skip
     """Attention of one layer; `kv_layer` is its index in the KV pool, `splits` the tiles of one KV head.
 
-    Tensors: `qkv` and `partials` (see the module). Weights: `cos`, `sin` f32 [positions][rotary_dim / 2], both or
+    Tensors: `qkv`, `partials` and, where edges are by value, the `output` of the combine that follows (see the module). Weights: `cos`, `sin` f32 [positions][rotary_dim / 2], both or
     neither; `q_gamma`, `k_gamma` f32 [head_dim]. `max_pieces` is max_context / piece_tokens rounded up. Raises
     LoweringError for sizes that do not divide.
     """
@@ -168,7 +177,8 @@ def node(
         "max_pieces": max_pieces, "window": window or NO_WINDOW,
     }  # fmt: skip
     return TaskNode(
-        name, Attention, variant, kv_heads * splits, {"qkv": qkv, "partials": partials},
+        name, Attention, variant, kv_heads * splits,
+        {"qkv": qkv, "partials": partials, **({"output": output} if output else {})},
         {key: value for key, value in weights.items() if value is not None}, sizes,
         {"eps": eps, "scale": scale, "softcap": softcap or 0.0}, layer,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """Combine: the pieces of every row and q head, in piece order, into the output of attention.
 
+Rows of one piece may have been written by attention already, see `output` there.
+
 M = max over pieces of m[j],  output[r, h, :] = sum_j exp(m[j] - M) acc[j] / sum_j exp(m[j] - M) l[j]
 """
 
@@ -40,6 +42,7 @@ class Combine(Task):
             Field("output", "u32", doc="offset in the workspace: f32 [rows][heads * head_dim]"),
             Field("max_pieces", "u32"),
             Field("window", "u32"),
+            Field("direct", "u32", doc="1: attention has written the rows of one piece"),
         ),
     )
 
@@ -73,16 +76,19 @@ class Combine(Task):
             "output": at.tensor(node.tensors["output"]),
             "max_pieces": node.sizes["max_pieces"],
             "window": node.sizes["window"],
+            "direct": node.sizes["direct"],
         }
 
 
 def node(
     name: str, *, heads: int, kv_heads: int, head_dim: int, partials: str, output: str, piece_tokens: int,
-    max_pieces: int, window: int | None = None, layer: int = -1,
+    max_pieces: int, window: int | None = None, layer: int = -1, direct: bool = False,
 ) -> TaskNode:  # fmt: skip
-    """Combine after an attention with the same sizes. Tensor `output`: f32 [rows, heads * head_dim]."""
+    """Combine after an attention with the same sizes. Tensor `output`: f32 [rows, heads * head_dim]. `direct`: the
+    attention has the same output and writes the rows of one piece itself."""
     sizes = {
         "head_dim": head_dim, "group": heads // kv_heads, "max_pieces": max_pieces, "window": window or NO_WINDOW,
+        "direct": int(direct),
     }  # fmt: skip
     return TaskNode(
         name, Combine, CombineConfig(head_dim, heads, piece_tokens), heads, {"partials": partials, "output": output},
