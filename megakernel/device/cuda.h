@@ -32,6 +32,7 @@ constexpr uint32_t kRecordReaders = kConsumers + 1 + kLoaders;  // consumers, st
 constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial sums and merges
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
+constexpr uint32_t kCalm = MEGAKERNEL_CALM < kInFlight ? MEGAKERNEL_CALM : kInFlight;  // the same while loaders ask for values
 
 // Stages in the order in which they are filled.
 struct Ring {
@@ -53,9 +54,25 @@ struct RoleState {
   const abi::Record* record;
   uint32_t record_index, group_parity, turn, random;
   uint32_t record_slot, record_parity, header_parity;  // what to wait for next
-  Ring ring, tail;
-  uint32_t in_flight, sums_slot, sums_parity;  // parity: one bit a slot
-  uint32_t input_parity;
+  Ring ring;
+  union {
+    struct {  // of the producer
+      Ring tail;
+      uint32_t in_flight;
+    };
+    struct {  // of the others
+      uint32_t sums_slot, sums_parity;  // parity: one bit a slot
+      uint32_t input_parity;
+    };
+  };
+};
+
+// What the producer has found out about the pages of attention in this step: the same in every layer with the same tile.
+struct KnownPages {
+  static constexpr uint32_t kMost = 16;
+  uint64_t step;
+  uint32_t tile, window, head, count;
+  uint32_t page[kMost];
 };
 
 // What a warp leaves that has waited in vain.
@@ -81,6 +98,9 @@ struct alignas(128) Block {
   uint64_t header_full[2], step_done;
   uint64_t sums_full[2], sums_empty[2];
   uint64_t input_full, input_empty;  // scratch below the sums: the loaders fill it, the consumers read it
+  uint32_t asking;                   // the loaders wait for values of other workers
+  uint32_t item[12];                 // the first item of attention, see Item
+  KnownPages known_pages;
   uint64_t group, rolled;
   float reduce_float[2][kConsumers];
   int32_t reduce_int[2][kConsumers];
@@ -137,9 +157,10 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     barrier_init(&b.step_done, kConsumers + 2 + kLoaders);  // consumers, producer, storer, loaders
     barrier_init(&b.group, kConsumers);
     barrier_init(&b.rolled, 1);
-    b.dropped = b.failed = b.stop = 0;
+    b.dropped = b.failed = b.stop = b.asking = 0;
     b.words.kind = abi::FaultKind::kNone;
     b.posted = ~uint64_t(0);
+    b.known_pages.step = 0;
     trace::begin(b.tracers);
   }
   fence_shared_for_copies();
@@ -217,6 +238,11 @@ __device__ __noinline__ uint32_t random_delay(uint32_t state) {
 }
 
 // ------------------------------------------------------------------------------------------------ worker
+// The same pointer, and the compiler knows where it points: loads from it are those of shared memory.
+MK_DEVICE const abi::Record* in_shared(const abi::Record* p) {
+  return static_cast<const abi::Record*>(__cvta_shared_to_generic(shared_address(p)));
+}
+
 // One warp's view of its worker; the 8 consumers together are the group of a simple task. Nothing takes its address, so
 // that everything in it is a register.
 struct Worker {
@@ -240,7 +266,7 @@ struct Worker {
   MK_DEVICE void load() {
     const RoleState& s = state();
     begin_step(s.step);
-    record = s.record, record_index = s.record_index;
+    record = in_shared(s.record), record_index = s.record_index;
     group_parity = s.group_parity, turn = s.turn, random = s.random;
   }
   MK_DEVICE void save() const {

@@ -6,8 +6,8 @@
 
 namespace megakernel::dev {
 
-// Warp-wide. The producer fills each stage once it is empty. It keeps at most kInFlight copies on their way: more would
-// only make everyone else's loads wait.
+// Warp-wide. The producer fills each stage once it is empty. It keeps at most kInFlight copies on their way, and fewer
+// while the loaders ask for values, which come the same way.
 struct Producer {
   Worker w;
   Ring head, tail;
@@ -27,13 +27,13 @@ struct Producer {
 
   MK_DEVICE void put(const void* from, uint32_t bytes) {
     Block& b = block();
-    w.watch_barrier(&b.empty[head.slot], head.parity ^ 1);
-    if (in_flight == kInFlight) {
+    while (in_flight >= kCalm && (in_flight >= kInFlight || load_volatile(&b.asking) != 0)) {
       w.watch_barrier(&b.full[tail.slot], tail.parity);
       tail.next();
-    } else {
-      ++in_flight;
+      --in_flight;
     }
+    ++in_flight;
+    w.watch_barrier(&b.empty[head.slot], head.parity ^ 1);
     trace::ready(w, abi::Role::kProducer);
     b.copying[head.slot] = uint8_t(2 + head.parity);
     copy_to_shared(b.ring[head.slot], from, bytes, &b.full[head.slot], policy);
@@ -104,9 +104,13 @@ struct Loader {
   }
   MK_DEVICE static uint32_t index() { return threadIdx.x / 32 - kLoaderWarp; }
 
-  MK_DEVICE void begin() { w.wait_barrier(&block().input_empty, parity ^ 1); }
+  MK_DEVICE void begin() {
+    w.wait_barrier(&block().input_empty, parity ^ 1);
+    if (index() == 0) store_volatile(&block().asking, 1);
+  }
   MK_DEVICE void end() {
     __syncwarp();
+    if (index() == 0) store_volatile(&block().asking, 0);
     if (w.warp_lane() == 0) barrier_arrive(&block().input_full);
     parity ^= 1;
   }

@@ -21,7 +21,7 @@ struct PageShape {
   static constexpr uint32_t kHalfRotary = kConfig.rotary_dim / 2;
   static constexpr uint32_t kPartial = kDim + 2;
   static constexpr bool kHalf = kConfig.kv_dtype == DType::kF16;
-  // Scratch of an item: queries as A operand, keys and values of this step's rows, then what is merged.
+  // Scratch of an item: queries as A operand, keys and values of this step's rows, what is merged; the item in the end.
   static constexpr uint32_t kQueryBytes = kChunks * 512, kFreshBytes = kDim * 4;
   static constexpr uint32_t kFreshRows = (kBlockRows + kGroup - 1) / kGroup, kMergeAt = kQueryBytes + kFreshRows * kFreshBytes;
 
@@ -52,18 +52,27 @@ struct PageShape {
   };
 };
 
-template <tasks::AttentionConfig kConfig>
-struct PageItems {
-  static constexpr uint32_t kPage = kConfig.page_tokens, kPiece = kConfig.piece_tokens, kPiecePages = kPiece / kPage;
-  const abi::StepHeader& h;
-  const abi::AttentionFields& f;
+struct Item {
   uint32_t tile, end, share;  // share: of the tile among those of its head
   uint32_t head, group_row, group_rows, piece, piece_end, count, page, last_page;  // count: items so far, modulo splits
 
+  MK_DEVICE bool none() const { return tile == end; }
+};
+
+// The items of a record in order. The first `next` goes to the first; or one goes on from an item that another found.
+template <tasks::AttentionConfig kConfig>
+struct PageItems : Item {
+  static constexpr uint32_t kPage = kConfig.page_tokens, kPiece = kConfig.piece_tokens, kPiecePages = kPiece / kPage;
+  const abi::StepHeader& h;
+  const abi::AttentionFields& f;
+
   MK_DEVICE PageItems(const abi::StepHeader& header, const abi::Record& record, const abi::AttentionFields& fields)
-      : h(header), f(fields), tile(record.tile_begin), end(record.tile_begin + record.tile_count) {
+      : h(header), f(fields) {
+    tile = record.tile_begin, end = record.tile_begin + record.tile_count;
     begin_tile();
   }
+  MK_DEVICE PageItems(const abi::StepHeader& header, const abi::AttentionFields& fields, const Item& at)
+      : Item(at), h(header), f(fields) {}
 
   MK_DEVICE bool next() {
     while (tile < end) {

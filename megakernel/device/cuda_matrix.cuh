@@ -65,18 +65,22 @@ __device__ __noinline__ void produce_rows() {
   const MatrixFields& f = matrix_fields(p.w);
   const uint32_t bytes = f.k_unit * 16, units = f.units, count = record.tile_count;
   const uint64_t tile_bytes = uint64_t(bytes) * units;
-  const char* from = tasks::weights<char>(p.w, f.weight) + record.tile_begin * tile_bytes;
-  // In the order block, unit, tile.
-  uint32_t first = 0, unit = 0, tile = 0, tiles = tasks::least(kBlockTiles, count);
+  // In the order block, unit, tile; one place that copies.
+  const char *block = tasks::weights<char>(p.w, f.weight) + record.tile_begin * tile_bytes, *row = block, *from = block;
+  uint32_t left = count, unit = 0, tile = 0;
 #pragma unroll 1
-  while (first < count) {
-    p.put(from + (first + tile) * tile_bytes + uint64_t(unit) * bytes, bytes);
-    if (++tile < tiles) continue;
+  while (left > 0) {
+    p.put(from, bytes);
+    from += tile_bytes;
+    if (++tile < kBlockTiles && tile < left) continue;
     tile = 0;
-    if (++unit < units) continue;
-    unit = 0;
-    first += kBlockTiles;
-    tiles = tasks::least(kBlockTiles, count - first);
+    row += bytes;
+    if (++unit == units) {
+      unit = 0;
+      left -= tasks::least(kBlockTiles, left);
+      row = block += kBlockTiles * tile_bytes;
+    }
+    from = row;
   }
   p.save();
 }

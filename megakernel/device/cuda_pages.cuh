@@ -47,22 +47,60 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     Worker& w = p.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    fence_global_for_copies();
     const char* pool = reinterpret_cast<const char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
+    KnownPages& known = block().known_pages;
+    if (known.step != w.step || known.tile != record.tile_begin || known.window != f.window) {
+      fence_global_for_copies();
+      if (!find_pages(p, record, f, known, pool)) return p.save();
+    }
+    pool += uint64_t(known.head) * kUnitBytes;
+#pragma unroll 1
+    for (uint32_t i = 0; i < known.count; ++i) put_page(p, pool + known.page[i] * uint64_t(kKvHeads * kUnitBytes));
+    p.save();
+  }
+
+  MK_DEVICE static void put_page(Producer& p, const char* unit) {
+    p.put(unit, kUnitBytes / kPageStages);
+    if constexpr (kTwoStages) p.put(unit + kKeyBytes, kKeyBytes);
+  }
+
+  // The pages of all items become known. False: there are too many, or of several heads, and they have been put.
+  MK_DEVICE static bool find_pages(
+      Producer& p, const abi::Record& record, const Fields& f, KnownPages& known, const char* pool) {
+    Worker& w = p.w;
     Items items(*w.header, record, f);
+    const uint32_t head = items.head;
+    uint32_t count = 0;
+    bool fits = record.tile_count == 1;
+#pragma unroll 1
     while (items.next()) {
       const uint32_t pages = items.last_page - items.page + 1;
       const uint32_t* table = reinterpret_cast<const uint32_t*>(w.args.page_table) +
                               uint64_t(w.header->row[items.group_row].slot) * w.args.pages_per_slot + items.page;
       const uint32_t mine = w.warp_lane() < pages ? load_word(table + w.warp_lane()) : 0;
+      if (fits && count + pages > KnownPages::kMost) {  // those found so far go first
+        fits = false;
+        __syncwarp();
+#pragma unroll 1
+        for (uint32_t i = 0; i < count; ++i) {
+          put_page(p, pool + (known.page[i] * uint64_t(kKvHeads) + head) * kUnitBytes);
+        }
+      }
+      if (fits) {
+        if (w.warp_lane() < pages) known.page[count + w.warp_lane()] = mine;
+        count += pages;
+        continue;
+      }
+#pragma unroll 1
       for (uint32_t i = 0; i < pages; ++i) {
         const uint64_t page = __shfl_sync(0xffffffffu, mine, i);
-        const char* unit = pool + (page * kKvHeads + items.head) * kUnitBytes;
-        p.put(unit, kUnitBytes / kPageStages);
-        if constexpr (kTwoStages) p.put(unit + kKeyBytes, kKeyBytes);
+        put_page(p, pool + (page * kKvHeads + items.head) * kUnitBytes);
       }
     }
-    p.save();
+    known.step = fits ? w.step : 0;
+    known.tile = record.tile_begin, known.window = f.window, known.head = head, known.count = count;
+    __syncwarp();
+    return fits;
   }
 
   // ---------------------------------------------------------------------------------------------- loaders
@@ -75,12 +113,19 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     wait_counters(w, record);
     Items item(*w.header, record, f);
     LoadedHeads loaded;
+    bool any = false;
 #pragma unroll 1
     while (item.next()) {
+      any = true;
       const uint32_t rows = item.group_rows * kGroup;
       if (loaded.known(item, rows)) continue;
 #pragma unroll 1
       for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig>{{}, l, f, item}.run(base);
+    }
+    if (!any) {
+      l.begin();
+      hand_over_item(item);
+      l.end();
     }
     l.save();
   }
@@ -92,11 +137,13 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    Items item(*w.header, record, f);
+    c.take_input();
+    Items item(*w.header, f, *reinterpret_cast<const Item*>(block().item));
     LoadedHeads loaded;
-    uint32_t merges = 0;  // of what the loaders lent last; 0: nothing is lent
+    uint32_t merges = 0;  // of what the loaders have lent
+    bool fresh = true;    // the loaders have lent what the next block wants
 #pragma unroll 1
-    while (item.next()) {
+    for (bool more = !item.none(); more; more = item.next()) {
       const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
       const uint32_t my_page = run_start / kPage;
       const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
@@ -105,11 +152,12 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       const Stage stage = take_pages(c, item, mine ? my_page : ~0u);
 #pragma unroll 1
       for (uint32_t base = 0; base < rows; base += kBlockRows) {
-        if (!known) {
-          if (merges > 0) c.free_input();
+        if (!known && !fresh) {
+          c.free_input();
           c.take_input();
           merges = 0;
         }
+        fresh = false;
         trace::ready(w, abi::Role::kConsumer);
         trace::data(w, abi::Role::kConsumer);
         if (mine) put_fresh(w, item, base, stage, run_start);
@@ -117,7 +165,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
         ++merges;
       }
     }
-    if (merges > 0) c.free_input();
+    c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);

@@ -114,7 +114,21 @@ struct Core<tasks::Combine<kConfig>> {
     }
   };
 
-  MK_DEVICE static void load() { lend_scratch(); }
+  // Whether some row has so many pieces that all warps add them.
+  MK_DEVICE static bool many_pieces(const abi::StepHeader& header, const Fields& f) {
+#pragma unroll 1
+    for (uint32_t r = 0; r < header.rows; ++r) {
+      const uint32_t position = header.row[r].position;
+      if (position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens >= kConsumers) return true;
+    }
+    return false;
+  }
+
+  MK_DEVICE static void load() {
+    const RoleState& state = own_state();
+    const Fields& f = fields_of<tasks::Combine<kConfig>>(*state.record);
+    if (many_pieces(block().header[state.step & 1], f)) lend_scratch();
+  }
 
   static __device__ __noinline__ void consume() {
     Consumer c;
@@ -123,11 +137,12 @@ struct Core<tasks::Combine<kConfig>> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
     wait_counters(w, record);
-    c.take_input();
+    const bool scratch = many_pieces(*w.header, f);
+    if (scratch) c.take_input();
     const uint32_t first = record.tile_begin, count = record.tile_count;
 #pragma unroll 1
     for (uint32_t i = 0; i < w.header->rows * count; ++i) row_head(w, f, i / count, first + i % count, i);
-    c.free_input();
+    if (scratch) c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);

@@ -36,15 +36,23 @@ def balanced(nodes: Sequence[TaskNode], target: Target, context: int) -> Placeme
 
     A node's share never differs by more than one tile: its readers wait for the slowest worker, so paying back an
     earlier node with more than that only makes everyone wait (simulated on 16- and 36-layer decoders).
+
+    A node whose task `repeats` is placed like the one of its kind before it, where edges are by value.
     """
     build = _Builder(target.workers)
     load = [0.0] * target.workers
+    before: dict[tuple[object, int], list[int]] = {}
     for index, node in enumerate(nodes):
         tile = _tile_time(node, target, context)
         base, more = divmod(node.tiles, target.workers)
         counts = [base] * target.workers
-        for worker in sorted(range(target.workers), key=lambda w: (load[w], w))[:more]:
-            counts[worker] += 1
+        kind = (node.task, node.tiles)
+        if target.value_edges and node.task.repeats and kind in before:
+            counts = before[kind]
+        else:
+            for worker in sorted(range(target.workers), key=lambda w: (load[w], w))[:more]:
+                counts[worker] += 1
+        before[kind] = counts
         for worker, count in enumerate(counts):
             load[worker] += count * tile + (target.task_us if count else 0.0)
         build.add(index, counts)

@@ -56,6 +56,7 @@ class Attention(Task):
 
     name = "attention"
     awaits_values = True
+    repeats = True  # a tile's pages
     body = "Attention"
     config = "AttentionConfig"
     fields = Struct(

@@ -128,6 +128,7 @@ class Task(ABC):
     config: ClassVar[str]  # C++ type of the variant
     fields: ClassVar[Struct]  # the record's payload
     awaits_values: ClassVar[bool] = False  # its device half can wait for such elements, see `by_value`
+    repeats: ClassVar[bool] = False  # what a worker finds out about a tile in one layer holds for the same tile in the next
 
     @staticmethod
     @abstractmethod
