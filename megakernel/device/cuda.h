@@ -44,6 +44,16 @@ struct Ring {
       parity ^= 1;
     }
   }
+  // By less than three times all of them.
+  __device__ __forceinline__ void skip(uint32_t stages) {
+    slot += stages;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      if (slot < kStages) break;
+      slot -= kStages;
+      parity ^= 1;
+    }
+  }
 };
 
 // What a warp keeps from one record to the next, in shared memory. A value that lives across a call would go to local

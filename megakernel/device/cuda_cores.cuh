@@ -46,6 +46,7 @@ struct Consumer {
   Worker w;
   Ring ring;
   uint32_t sums_slot, sums_parity, input_parity;
+  uint32_t landed = 0;  // stages from `ring` on that are known to be there
 
   MK_DEVICE void load() {
     w.load();
@@ -73,10 +74,22 @@ struct Consumer {
     input_parity ^= 1;
   }
 
-  MK_DEVICE void await() { w.wait_barrier(&block().full[ring.slot], ring.parity); }
-  MK_DEVICE uint8_t* take() {
-    w.wait_barrier(&block().full[ring.slot], ring.parity);
-    return block().ring[ring.slot];
+  // The stage is there. A wait that is over at once takes some 170 cycles beside all the others', so those that can be had
+  // while there is nothing else to do are not done again.
+  MK_DEVICE void await() {
+    if (landed > 0) {
+      --landed;
+    } else {
+      w.wait_barrier(&block().full[ring.slot], ring.parity);
+    }
+  }
+  // How many of the next `most` stages are there.
+  MK_DEVICE void look(uint32_t most) {
+    Ring at = ring;
+#pragma unroll 1
+    for (landed = 0; landed < most; ++landed, at.next()) {
+      if (!barrier_test(shared_address(&block().full[at.slot]), at.parity)) break;
+    }
   }
   MK_DEVICE void give_back(uint32_t slot) {
     __syncwarp();

@@ -11,6 +11,7 @@
 namespace megakernel::dev {
 
 constexpr uint32_t kBlockTiles = 4;
+constexpr uint32_t kLookStages = 6;  // whose arrival consumers look at before the input is there
 constexpr uint32_t kMaxChunks = 4;  // 32-column chunks of a unit in one warp
 
 // Memory for partial sums: of each warp and row the kBlockTiles * 8 outputs, and of each row and warp the sum of squares.
@@ -211,6 +212,7 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
   Input<kHalf> input(w, rows);
   HandOver out;
   out.begin(c);
+  if constexpr (!kHigh) c.look(tasks::least(units * tasks::least(record.tile_count, kBlockTiles), kLookStages));
   input.begin(c, f, share, flags);
   if constexpr (trace::kOn) c.await();
   trace::data(w, abi::Role::kConsumer);

@@ -173,30 +173,30 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     c.save();
   }
 
-  // Waits for all pages of the item; the stages of `wanted`, or none.
+  // The stages of page `wanted` of the item, or none: nobody waits for a page that is not his. He who does not cannot be a
+  // whole ring ahead, because the group meets before the item's results are published.
   MK_DEVICE static Stage take_pages(Consumer& c, const Items& item, uint32_t wanted) {
     Stage stage{};
-#pragma unroll 1
-    for (uint32_t page = item.page; page <= item.last_page; ++page) {
-      uint8_t* at = c.take();
-      if (page == wanted) stage.keys = at;
-      c.ring.next();
+    const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
+    if (wanted != ~0u) {
+      Ring at = c.ring;
+      at.skip((wanted - item.page) * kPageStages);
+      c.w.wait_barrier(&block().full[at.slot], at.parity);
+      stage.keys = block().ring[at.slot];
       if constexpr (kTwoStages) {
-        at = c.take();
-        if (page == wanted) stage.second = at;
-        c.ring.next();
+        at.next();
+        c.w.wait_barrier(&block().full[at.slot], at.parity);
+        stage.second = block().ring[at.slot];
       }
     }
+    c.ring.skip(count);
     return stage;
   }
 
   MK_DEVICE static void give_back_pages(Consumer& c, const Items& item, Ring back) {
     __syncwarp();
-#pragma unroll 1
-    for (uint32_t page = item.page; page <= item.last_page; ++page, back.next()) {
-      c.give_back(back.slot);
-      if constexpr (kTwoStages) back.next(), c.give_back(back.slot);
-    }
+    back.skip(c.w.warp_lane());
+    if (c.w.warp_lane() < (item.last_page - item.page + 1) * kPageStages) barrier_arrive(&block().empty[back.slot]);
   }
 
   // Keys and values of this step that lie in this warp's run, into its page in the ring.

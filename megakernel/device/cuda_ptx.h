@@ -42,6 +42,15 @@ MK_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
+// The same without waiting.
+MK_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done != 0;
+}
+
 // Waits for the phase with this parity in as few instructions as it can be done: the instruction cache is what a step is
 // short of. Ends the thread when the word at `stop` is not zero.
 MK_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity, uint32_t stop) {
