@@ -27,7 +27,7 @@ constexpr uint32_t kLoaders = 4, kLoaderWarp = kConsumers + 3;  // the first of 
 constexpr uint32_t kWarps = kConsumers + 3 + kLoaders;
 constexpr uint32_t kThreads = kWarps * 32;
 constexpr uint32_t kStageBytes = 16384;
-constexpr uint32_t kRecords = 6;                     // records that control reads ahead
+constexpr uint32_t kRecords = 5;                     // records that control reads ahead
 constexpr uint32_t kRecordReaders = kConsumers + 1 + kLoaders;  // consumers, storer, loaders; the producer reads its own
 constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial sums and merges
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
@@ -96,7 +96,7 @@ struct alignas(128) Block {
   uint8_t ring[kStages][kStageBytes];
   alignas(16) uint8_t scratch[kScratchBytes];
   abi::Record record[kRecords];
-  abi::Record producer_record;
+  abi::Record producer_record[2];  // the one at work and the next
   abi::StepHeader header[2];
   abi::KernelArgs args;      // `workspace` is the copy of the step at work
   uint64_t last_workspace;   // the copy of the step before

@@ -118,10 +118,13 @@ MK_DEVICE void copy_to_shared(void* to, const void* from, uint32_t bytes, uint64
 #endif
 }
 
-MK_DEVICE void prefetch_to_l2(const void* from, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
+// One word of each lane from global to shared memory, on its way while the warp goes on; and the wait for all such words.
+MK_DEVICE void copy_word(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+MK_DEVICE void await_words() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
 }
 
 // ------------------------------------------------------------------------------------------------ global memory

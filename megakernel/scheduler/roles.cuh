@@ -175,16 +175,27 @@ MK_DEVICE void put_word(const Worker& w, abi::Record& to, uint32_t word) {
   dev::warp_meets();
 }
 
-// The opcode of the next record, from the queue itself.
+MK_DEVICE void ask_record(const Worker& w, uint32_t record, uint32_t slot) {
+  dev::copy_word(reinterpret_cast<uint32_t*>(&block().producer_record[slot]) + w.warp_lane(), words_of(w, record));
+}
+
+// The opcode of the next record, from the queue itself. The one after it is asked for: a trip to the queue for each record
+// would let the memory rest as long.
 MK_OUT_OF_LINE uint32_t fetch_record() {
   Worker w;
   w.load();
-  auto& record = block().producer_record;
-  put_word(w, record, *words_of(w, w.record_index + 1));
-  w.state().record = &record;
-  w.state().record_index = w.record_index + 1;
+  dev::RoleState& s = w.state();
+  const uint32_t slot = s.record_slot, index = w.record_index + 1;
+  const auto& record = block().producer_record[slot];
+  dev::await_words();
+  const uint32_t opcode = record.opcode;
+  ask_record(w, opcode == abi::kEnd ? 0 : index + 1, slot ^ 1);
+  dev::warp_meets();
+  s.record = &record;
+  s.record_index = index;
+  s.record_slot = slot ^ 1;
   w.save();
-  return record.opcode;
+  return opcode;
 }
 
 // Whether the step that the producer is at runs; waits for its header when that is not known.
@@ -197,6 +208,7 @@ MK_OUT_OF_LINE bool step_runs() {
 // next are already on their way.
 template <class Tasks>
 MK_DEVICE void run_producer(bool one_step) {
+  ask_record(Worker(), 0, 0);
   for (begin_step();; begin_step()) {
     for (;;) {
       const uint32_t opcode = fetch_record();
@@ -214,6 +226,7 @@ MK_DEVICE void run_producer(bool one_step) {
     end_step();
     if (one_step) break;
   }
+  dev::await_words();
   dev::drain_copies();
 }
 
