@@ -97,6 +97,7 @@ struct alignas(128) Block {
   alignas(16) uint8_t scratch[kScratchBytes];
   abi::Record record[kRecords];
   abi::Record producer_record[2];  // the one at work and the next
+  uint32_t record_at[kRecords];    // their places in the queue
   abi::StepHeader header[2];
   abi::KernelArgs args;      // `workspace` is the copy of the step at work
   uint64_t last_workspace;   // the copy of the step before

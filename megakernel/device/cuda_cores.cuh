@@ -67,6 +67,7 @@ struct Consumer {
   }
 
   // Scratch below the sums, with what the loaders have put there; and back again.
+  MK_DEVICE bool has_input() const { return barrier_test(shared_address(&block().input_full), input_parity); }
   MK_DEVICE void take_input() { w.wait_barrier(&block().input_full, input_parity); }
   MK_DEVICE void free_input() {
     __syncwarp();

@@ -212,7 +212,9 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
   Input<kHalf> input(w, rows);
   HandOver out;
   out.begin(c);
-  if constexpr (!kHigh) c.look(tasks::least(units * tasks::least(record.tile_count, kBlockTiles), kLookStages));
+  if constexpr (!kHigh) {
+    if (!c.has_input()) c.look(tasks::least(units * tasks::least(record.tile_count, kBlockTiles), kLookStages));
+  }
   input.begin(c, f, share, flags);
   if constexpr (trace::kOn) c.await();
   trace::data(w, abi::Role::kConsumer);

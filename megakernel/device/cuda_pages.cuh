@@ -374,7 +374,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     }
     const bool whole = one_piece(f, position);
     float* partial = partial_at(w, f, row, head, item.piece);
-    float* out = whole ? tasks::workspace<float>(w, f.output) + (uint64_t(row) * kHeads + head) * kDim : partial;
+    float* out = whole ? output_at(w, f, row, head) : partial;
 #pragma unroll 1
     for (uint32_t d = part * 32 + w.warp_lane(); d < count; d += kConsumers / places * 32) {
       float sum = 0.0f;
@@ -390,12 +390,15 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     }
   }
 
+  MK_DEVICE static float* output_at(const Worker& w, const Fields& f, uint32_t row, uint32_t head) {
+    return tasks::workspace<float>(w, f.output) + (uint64_t(row) * kHeads + head) * kDim;
+  }
   MK_DEVICE static float* partial_at(const Worker& w, const Fields& f, uint32_t row, uint32_t head, uint32_t piece) {
     return tasks::workspace<float>(w, f.partials) + ((uint64_t(row) * kHeads + head) * f.max_pieces + piece) * kPartial;
   }
 
   // ---------------------------------------------------------------------------------------------- storer
-  // Clears the partials of the step before.
+  // Clears what the step before left here.
   static __device__ __noinline__ void store() {
     Storer s;
     s.load();
@@ -407,11 +410,11 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     while (item.next()) {
 #pragma unroll 1
       for (uint32_t m = 0; m < item.group_rows * kGroup; ++m) {
-        const uint32_t row = item.group_row + m / kGroup;
-        if (one_piece(f, w.last->row[row].position)) continue;
-        float* at = before(w, partial_at(w, f, row, item.head * kGroup + m % kGroup, item.piece));
+        const uint32_t row = item.group_row + m / kGroup, head = item.head * kGroup + m % kGroup;
+        const bool whole = one_piece(f, w.last->row[row].position);
+        float* at = whole ? output_at(w, f, row, head) : partial_at(w, f, row, head, item.piece);
 #pragma unroll 1
-        for (uint32_t i = w.warp_lane(); i < kPartial; i += 32) clear(at + i);
+        for (uint32_t i = w.warp_lane(); i < (whole ? kDim : kPartial); i += 32) clear(before(w, at) + i);
       }
     }
     s.save();

@@ -150,7 +150,24 @@ struct Core<tasks::Combine<kConfig>> {
     c.save();
   }
 
-  // Clears the output of the step before, whoever wrote it.
+  MK_DEVICE static bool one_piece(const Fields& f, const abi::Row& row) {
+    return f.direct && tasks::first_seen(row.position, f.window) / kConfig.piece_tokens == row.position / kConfig.piece_tokens;
+  }
+
+  // Attention writes and clears rows of one piece itself.
+  MK_DEVICE static bool idles(const Worker& w, const abi::Record& record) {
+    const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
+#pragma unroll 1
+    for (const abi::StepHeader* h : {w.header, w.last}) {
+#pragma unroll 1
+      for (uint32_t r = 0; r < h->rows; ++r) {
+        if (!one_piece(f, h->row[r])) return false;
+      }
+    }
+    return record.signal == abi::kNone;
+  }
+
+  // Clears the output of the step before.
   static __device__ __noinline__ void store() {
     Storer s;
     s.load();
@@ -160,6 +177,7 @@ struct Core<tasks::Combine<kConfig>> {
     float* out = tasks::workspace<float>(w, f.output) + record.tile_begin * kDim;
 #pragma unroll 1
     for (uint32_t r = 0; r < w.last->rows; ++r) {
+      if (one_piece(f, w.last->row[r])) continue;
 #pragma unroll 1
       for (uint32_t i = w.warp_lane(); i < record.tile_count * kDim; i += 32) {
         clear(before(w, out + r * kConfig.heads * kDim + i));
@@ -172,7 +190,7 @@ struct Core<tasks::Combine<kConfig>> {
     const uint32_t position = w.header->row[r].position;
     const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
     const uint32_t high = position / kConfig.piece_tokens;
-    if (f.direct && low == high) return;
+    if (one_piece(f, w.header->row[r])) return;
     const bool together = high - low >= kConsumers;
     if (!together && turn % kConsumers != w.warp()) return;
     const uint64_t index = uint64_t(r) * kConfig.heads + h;

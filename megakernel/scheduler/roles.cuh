@@ -22,6 +22,10 @@ using dev::Worker;
 template <class T>
 concept Beginning = requires(Worker& w) { T::begin(w); };
 
+// A task that may have nothing to do in a step; then control keeps its record from the other roles.
+template <class T>
+concept Idling = requires(Worker& w, const abi::Record& r) { dev::Core<T>::idles(w, r); };
+
 template <class... T>
 constexpr bool makes_headers(TaskList<T...>) {
   return (Beginning<T> || ...);
@@ -89,7 +93,7 @@ MK_OUT_OF_LINE uint32_t next_record() {
   const abi::Record* record = &block().record[s.record_slot];
   w.wait_barrier(&block().record_full[s.record_slot], s.record_parity);
   s.record = record;
-  s.record_index = w.record_index + 1;
+  s.record_index = block().record_at[s.record_slot];
   w.save();
   return record->opcode;
 }
@@ -283,6 +287,16 @@ MK_DEVICE bool fetch_header(Worker& w) {
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
+template <class Tasks>
+MK_DEVICE bool idles(Worker& w, const abi::Record& record) {
+  bool out = false;
+  dispatch<0>(record.opcode, [&]<class T>() {
+    if constexpr (Idling<T>) out = dev::Core<T>::idles(w, record);
+  }, Tasks{});
+  return out;
+}
+
+template <class Tasks>
 MK_DEVICE void run_control(bool one_step) {
   auto& b = block();
   Worker w;
@@ -307,13 +321,15 @@ MK_DEVICE void run_control(bool one_step) {
       const uint32_t after = last ? 0 : *words_of(w, index + 1);
       watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.record_empty[slot]), parity); },
             abi::FaultKind::kRingBudget);
+      b.record_at[slot] = index;
       put_word(w, b.record[slot], word);
+      word = after;
+      if (!last && idles<Tasks>(w, b.record[slot])) continue;
       if (w.warp_lane() == 0) dev::barrier_arrive(&b.record_full[slot]);
       if (++slot == dev::kRecords) {
         slot = 0;
         parity ^= 1;
       }
-      word = after;
     }
     watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.step_done), done_parity); }, abi::FaultKind::kRingBudget);
     done_parity ^= 1;
@@ -333,7 +349,7 @@ template <class Tasks>
 MK_DEVICE void run_block() {
   const abi::Role role = dev::role_of_warp();
   constexpr bool kOneStep = !roles::makes_headers(Tasks{});
-  if (role == abi::Role::kControl) return roles::run_control(kOneStep);
+  if (role == abi::Role::kControl) return roles::run_control<Tasks>(kOneStep);
   {
     dev::Worker w;
     w.seed();
