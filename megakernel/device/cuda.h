@@ -251,7 +251,7 @@ __device__ __noinline__ uint32_t random_delay(uint32_t state) {
 // ------------------------------------------------------------------------------------------------ worker
 // The same pointer, and the compiler knows where it points: loads from it are those of shared memory.
 MK_DEVICE const abi::Record* in_shared(const abi::Record* p) {
-  return static_cast<const abi::Record*>(__cvta_shared_to_generic(shared_address(p)));
+  return reinterpret_cast<const abi::Record*>(mk_shared + (shared_address(p) - shared_address(mk_shared)));
 }
 
 // One warp's view of its worker; the 8 consumers together are the group of a simple task. Nothing takes its address, so
@@ -286,10 +286,8 @@ struct Worker {
     __syncwarp();
   }
 
-  // The first warp speaks for the consumers.
-  MK_DEVICE bool traces() const {
-    return threadIdx.x % 32 == 0 && (threadIdx.x == 0 || threadIdx.x >= kConsumers * 32) && threadIdx.x < kLoaderWarp * 32;
-  }
+  // The first warp speaks for the consumers; the loaders do not record.
+  MK_DEVICE bool traces() const { return warp_lane() == 0 && (warp() == 0 || warp() - kConsumers < kLoaderWarp - kConsumers); }
   MK_DEVICE trace::Tracer& tracer(abi::Role role) const { return block().tracers.of(role); }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
