@@ -3,6 +3,9 @@
 // barrier is of all waves of a workgroup, so they run the same code with an index that is beyond every element.
 // Included after the generated records. Compiled and inspected for every target; see docs/amd.md for what has not run.
 #pragma once
+
+#define MEGAKERNEL_DRIVER "megakernel/scheduler/pipeline.cuh"
+
 #include "megakernel/device/hip_matrix.h"
 #include "megakernel/device/trace.cuh"
 
