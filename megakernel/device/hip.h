@@ -459,6 +459,7 @@ MK_DEVICE void dot_tile(
 #define MEGAKERNEL_ENTRY(TASKS)                                                                                        \
   extern "C" __attribute__((device)) __attribute__((used)) const uint64_t mk_abi_hash =                                \
       megakernel::abi::kAbiHash;                                                                                       \
+  extern "C" __attribute__((device)) __attribute__((used)) const char mk_compiler[] = __VERSION__;                     \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(                                       \
       megakernel::dev::kThreads, megakernel::dev::kThreads))) void                                                     \
   mk_worker(const megakernel::abi::KernelArgs, uint64_t overflow, uint64_t overflow_bytes, uint64_t seats) {           \

@@ -6,7 +6,6 @@ A machine without a clang for AMD fails here, it does not skip: `pip install zig
 from __future__ import annotations
 
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,18 +18,19 @@ from megakernel.builder.build import make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
 from megakernel.builder.kernel import kernel_source
 from megakernel.device import hip
-from megakernel.device.code_object import KernelReport, kernel_report, metadata, symbol_bytes
+from megakernel.device.code_object import KernelReport, kernel_report, symbol_bytes
 from megakernel.device.device import KernelSource
 from megakernel.device.hip_compiler import (
     WAVES,
+    Compiler,
     compile_assembly,
     compile_flags,
     find_compiler,
     link_assembly,
 )
-from megakernel.device.hip_report import count_instructions, with_counts
+from megakernel.device.hip_report import Occupancy, count_instructions, occupancy, with_counts
 from megakernel.device.hip_ring import ring_shape
-from megakernel.errors import BuildError, NoCompiler, ProgramError, TargetError
+from megakernel.errors import BuildError, NoCompiler, TargetError
 from megakernel.target import TARGETS, find_target
 from megakernel.tasks.record import ARGS, abi_hash
 from megakernel.tasks.task import all_fields
@@ -141,6 +141,8 @@ def test_the_code_object(whole: tuple[str, Built]) -> None:
     assert report.threads == 256 + ring_shape(find_target(target)).copiers * report.wave
     assert report.argument_bytes == ARGS.size + 24
     assert int.from_bytes(symbol_bytes(code, hip.ABI_SYMBOL), "little") == abi_hash(all_fields())
+    assert "clang" in report.compiler.lower(), "a program says what compiled it"
+    assert 10_000 < report.code_bytes < len(code)
 
 
 def test_no_spills_to_memory_and_no_scratch(whole: tuple[str, Built]) -> None:
@@ -279,7 +281,7 @@ def test_compile_through_the_device_interface(tmp_path: Path) -> None:
     device.compile(kernel_source(few, find_target("gfx1100"), chaos=True), INCLUDE, tmp_path / "kernel.bin")
     report = device.code_report(tmp_path / "kernel.bin")
     assert report["architecture"] == "gfx1100" and report["scratch_bytes"] == 0 and report["vgpr_spills"] == 0
-    assert report["occupancy"] == {"workgroups": 2, "bound": "vector registers", "waves": 8, "most_waves": 16}
+    assert report["occupancy"] == {"workgroups": 2, "bound": ("vector registers", "LDS"), "waves": 8, "most_waves": 16}
     counts = report["instructions"]
     assert counts["all"] == sum(counts["kinds"].values()) > 1000
     assert counts["kinds"]["barrier"] > 5 and counts["mnemonics"][MATRIX["gfx1100"]] == counts["kinds"]["matrix"]
@@ -310,6 +312,46 @@ def test_compiler_id_names_target_and_flags() -> None:
     assert all(f"--offload-arch={t}" in text and "clang version" in text for t, text in ids.items())
 
 
+def test_all_that_bounds_the_occupancy_is_named() -> None:
+    """By hand: 512 threads are 8 waves of 64; a unit has 4 SIMDs of 8 waves and 512 registers, and 64 KB of LDS."""
+    report = KernelReport("gfx942", "k", "", 64, 512, 128, 100, 0, 0, 0, 32 << 10, 280, 1000)
+    for vgprs, lds, workgroups, bound in (
+        (128, 32 << 10, 2, ("vector registers", "LDS")),
+        (128, 16 << 10, 2, ("vector registers",)),
+        (129, 40 << 10, 1, ("vector registers", "LDS")),
+        (100, 40 << 10, 1, ("LDS",)),
+        (64, 16 << 10, 4, ("vector registers", "LDS", "waves")),
+        (32, 1 << 10, 4, ("waves",)),
+    ):  # fmt: skip
+        found = occupancy(replace(report, vgprs=vgprs, lds_bytes=lds))
+        assert found == Occupancy(workgroups, bound, 2 * workgroups, 8), (vgprs, lds)
+    assert occupancy(replace(report, architecture="gfx1250")) is None
+
+
+@pytest.mark.parametrize("said", ["", "g++ (Debian 12.2.0) 12.2.0"])
+def test_a_command_that_is_no_clang(said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = tmp_path / "hipcxx"
+    command.write_text(f"#!/bin/sh\necho '{said}'\n")
+    command.chmod(0o755)
+    why = rf"hipcxx --version says '{re.escape(said)}', expected a clang; set MEGAKERNEL_HIPCXX to a clang"
+    with pytest.raises(NoCompiler, match=why):
+        find_compiler(str(command))
+    monkeypatch.setenv("MEGAKERNEL_HIPCXX", "/bin/true")
+    find_compiler.cache_clear()
+    with pytest.raises(NoCompiler, match=r"/bin/true --version says .*, expected a clang"):
+        find_compiler()
+    monkeypatch.delenv("MEGAKERNEL_HIPCXX")
+    find_compiler.cache_clear()
+
+
+def test_a_compiler_that_writes_nothing() -> None:
+    source = plan_source(make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200))
+    with pytest.raises(
+        BuildError, match=r"/bin/true ended without an error and wrote no \.s file; set MEGAKERNEL"
+    ):
+        compile_assembly(source, INCLUDE, Compiler("clang", ("/bin/true",), "clang version 22"))
+
+
 def test_a_compile_error_carries_the_log(tmp_path: Path) -> None:
     source = plan_source(make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200))
     with pytest.raises(BuildError, match="no_such_name"):
@@ -335,10 +377,3 @@ def test_unknown_targets_and_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
         find_compiler()
     monkeypatch.delenv("MEGAKERNEL_HIPCXX")
     find_compiler.cache_clear()
-
-
-def test_other_files_are_refused() -> None:
-    with pytest.raises(ProgramError, match="ELF"):
-        metadata(b"hello")
-    with pytest.raises(ProgramError, match="metadata note"):
-        metadata(Path(sys.executable).resolve().read_bytes())
