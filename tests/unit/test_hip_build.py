@@ -346,9 +346,7 @@ def test_a_command_that_is_no_clang(said: str, monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_compiler_that_writes_nothing() -> None:
     source = plan_source(make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200))
-    with pytest.raises(
-        BuildError, match=r"/bin/true ended without an error and wrote no \.s file; set MEGAKERNEL"
-    ):
+    with pytest.raises(BuildError, match=r"/bin/true ended without an error and wrote no \.s file; set MEGAKERNEL"):
         compile_assembly(source, INCLUDE, Compiler("clang", ("/bin/true",), "clang version 22"))
 
 
