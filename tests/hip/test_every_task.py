@@ -43,6 +43,20 @@ def test_no_task_and_no_type_is_left_out() -> None:
             assert {t.upper() for t in types} == {t.name for t in DType}, name
 
 
+def test_with_recording_and_delays() -> None:
+    """What `megakernel report` and the tests of faults build, of an attention and a matmul."""
+
+    def one(target: str) -> Built:
+        nodes = [n for n in every_task(find_target(target)) if n.name in ("attention DType.F16", "matmul DType.BF16 0")]
+        assert len(nodes) == 2
+        return build_source(kernel_source(nodes, find_target(target), chaos=True, trace=True))
+
+    with ThreadPoolExecutor(2) as pool:
+        for target, built in zip(AMD, pool.map(one, AMD)):
+            check_resources(target, built)
+            assert len(re.findall("s_memrealtime|MSG_RTN_GET_REALTIME", built.assembly)) > 10, "each event has times"
+
+
 @pytest.mark.parametrize("target", AMD)
 def test_resources_and_instructions(made: dict[str, list[tuple[list[TaskNode], Built]]], target: str) -> None:
     for nodes, built in made[target]:

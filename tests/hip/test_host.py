@@ -81,7 +81,10 @@ def test_a_compiler_whose_code_must_not_be_run(monkeypatch: pytest.MonkeyPatch) 
     assert (
         not state.usable and "a GPU is gfx1250, whose kernels need a prologue that clang version 22.1" in state.reason
     )
-    for kind, version in (("clang", "AMD clang version 23.0 (roc-10.0)"), ("hiprtc", "hiprtc 7.15")):
+    for kind, version in (
+        ("clang", "AMD clang version 23.0 (roc-10.0)"), ("clang", "AMD AFAR drop #23.1 clang version 23.0"),
+        ("hiprtc", "hiprtc 7.15"),
+    ):  # fmt: skip
         monkeypatch.setattr(hip, "find_compiler", lambda _w, k=kind, v=version: hip_compiler.Compiler(k, (), v))
         assert device.availability().usable
 
