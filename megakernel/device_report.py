@@ -267,6 +267,9 @@ def summary(report: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         if name.startswith("time ") and "measured" in value:
             said = ", ".join(f"{r['us_per_token']:,.0f} us at {r['context']}" for r in value["measured"])
             rows.append((name, said))
+        if name.startswith("timeline ") and "step_us" in value.get("summary", ()):
+            told = value["summary"]
+            rows.append((name, f"{told['steps']} steps of {told['step_us']:,.0f} us, {told['events']:,} events"))
     tests = report["tests"]
     rows.append(("tests", f"{tests['run']} run, {len(tests['failed'])} failed" if tests else "not given"))
     return rows

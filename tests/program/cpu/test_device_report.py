@@ -60,6 +60,7 @@ def test_a_whole_report(tiny: Path, cache: Path, tmp_path: Path) -> None:
     assert made["attached"] == [{"name": "timeline.json", "text": '{"events": []}'}]
     line = json.loads(result.stdout.splitlines()[-1])
     assert line["tests"] == "3 run, 1 failed" and "us at 8" in line[f"time {tiny}"]
+    assert line[f"timeline {tiny}"].startswith("2 steps of ") and line[f"timeline {tiny}"].endswith(" events")
 
 
 def test_a_device_that_cannot_be_used_has_a_report_that_says_why(
