@@ -44,10 +44,10 @@ def _norms() -> list[TaskNode]:
 ALL: dict[str, Any] = {"gamma": "g", "bias": "b", "sampled": True, "softcap": 30.0}
 MATMULS: dict[DType, tuple[dict[str, Any], ...]] = {
     DType.BF16: (
-        ALL, {"residual": "x", "bias": "b"}, {"glu": Activation.GELU_TANH}, {"activation": Activation.GELU},
+        ALL, {"glu": Activation.GELU_TANH}, {"activation": Activation.GELU},
     ),
     DType.F16: (ALL, {"gamma": "g", "glu": Activation.SILU}),
-    DType.F32: ({"residual": "x"}, {"activation": Activation.RELU, "bias": "b"}),
+    DType.F32: ({"residual": "x", "bias": "b"}, {"activation": Activation.RELU, "bias": "b"}),
 }  # fmt: skip
 
 

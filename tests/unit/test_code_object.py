@@ -63,13 +63,12 @@ def test_a_file_that_is_cut_off(whole: bytes) -> None:
 def damaged(whole: bytes) -> Iterator[bytes]:
     """Each byte in turn with other values; each aligned word as the largest number; then many bytes at once."""
     for at in range(len(whole)):
-        for value in {0xFF, whole[at] ^ 1, whole[at] ^ 0x80} - {whole[at]}:
+        for value in {0xFF, whole[at] ^ 1} - {whole[at]}:
             yield whole[:at] + bytes([value]) + whole[at + 1 :]
-    for size in (4, 8):
-        for at in range(0, len(whole) - size, size):
-            yield whole[:at] + b"\xff" * size + whole[at + size :]
+    for at in range(0, len(whole) - 4, 4):
+        yield whole[:at] + b"\xff" * 4 + whole[at + 4 :]
     dice = random.Random(1)
-    for _ in range(2000):
+    for _ in range(1000):
         data = bytearray(whole)
         for _ in range(dice.choice((2, 8, 64))):
             data[dice.randrange(len(data))] = dice.randrange(256)
