@@ -439,16 +439,18 @@ def report(
     tokens: Annotated[int, typer.Option(help="Tokens timed in each run.")] = 64,
     rounds: Annotated[int, typer.Option(help="Runs of each context.")] = 3,
     tests: Annotated[Path | None, typer.Option(help="Results of pytest --junitxml to put in.")] = None,
-    attach: Annotated[list[Path] | None, typer.Option(help="A timeline or other text to put in whole.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("report.json"),
+    attach: Annotated[list[Path] | None, typer.Option(help="Another text to put in whole.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new file to write.")] = Path("report.json"),
     as_json: Json = False,
 ) -> None:
-    """Collect all about a device into one file to send: versions, correctness, times, test results, timelines."""
+    """Collect all about a device into one file to send: versions, correctness, times, timelines, test results."""
     wanted = device_report.Wanted(
         device, tuple(model or ("llama-3.2-1b",)), dtype, tuple(context or (32, 512, 4096)), tokens, rounds, tests,
         tuple(attach or ()),
     )  # fmt: skip
-    if output.is_dir() or not os.access(output if output.exists() else output.absolute().parent, os.W_OK):
+    if output.exists():
+        raise InvalidRequest(f"--output {output} exists; give a new file or remove it")
+    if not os.access(output.absolute().parent, os.W_OK):
         raise InvalidRequest(f"--output {output}: expected a file in a folder that can be written")
     with Stages(as_json) as progress:
         made = device_report.collect(wanted, read_settings(), lambda stage: progress(stage, 0, 0))

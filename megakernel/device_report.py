@@ -1,4 +1,5 @@
-"""One file about a device: what it is, whether it computes right, how fast, and the tests' results, to be sent back.
+"""One file about a device: what it is, whether it computes right, how fast, a recorded timeline of each model, and the
+tests' results, to be sent back.
 
 A part that fails does not stop the others: its error, with a fault's whole text, stands in its place. The environment
 is not read, but errors, tests and attached files may name paths: look the file over before you send it.
@@ -20,14 +21,16 @@ from xml.etree import ElementTree
 import numpy as np
 import numpy.typing as npt
 
-from megakernel import bench
+from megakernel import bench, profile
 from megakernel.architectures import random_weights
 from megakernel.builder.build import build_graph, build_program, make_plan
 from megakernel.device.device import Device
 from megakernel.devices import find_device, list_devices, open_device
 from megakernel.errors import InvalidRequest, MegakernelError
+from megakernel.llm import LLM
 from megakernel.origin import open_origin
 from megakernel.probe import forced_logits
+from megakernel.report import analysis
 from megakernel.runtime import Runtime
 from megakernel.scheduler.simulate import share_of_hops, simulate
 from megakernel.settings import Settings
@@ -45,11 +48,12 @@ CHECKED: Mapping[str, Any] = {  # small, with several tiles of every matrix and 
     "hidden_act": "silu",
 }  # fmt: skip
 TOKENS, LAST_PROMPT = 96, 80
+RECORDED_STEPS = 2  # of a timeline: a few megabytes of text on a device of 304 workers
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to collect. `tests`: a JUnit file of pytest; `attach`: timelines and other texts to put in whole."""
+    """What to collect. `tests`: a JUnit file of pytest; `attach`: texts to put in whole. Raises InvalidRequest."""
 
     device: str
     models: tuple[str, ...] = ()
@@ -59,6 +63,18 @@ class Wanted:
     rounds: int = 3
     tests: Path | None = None
     attach: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Found now, not after a minute of building."""
+        if self.dtype not in bench.DTYPE_BYTES:
+            raise InvalidRequest(f"--dtype {self.dtype}: expected one of {', '.join(bench.DTYPE_BYTES)}")
+        for option, value, least in (
+            ("--tokens", self.tokens, 2), ("--rounds", self.rounds, 1), *(("--context", c, 1) for c in self.contexts),
+        ):  # fmt: skip
+            if value < least:
+                raise InvalidRequest(f"{option} {value}: expected at least {least}")
+        if not self.contexts:
+            raise InvalidRequest("--context: expected at least one")
 
 
 def collect(wanted: Wanted, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
@@ -75,6 +91,7 @@ def collect(wanted: Wanted, settings: Settings, say: Callable[[str], None]) -> d
         parts["check"] = lambda: check(device, settings)
         for m in wanted.models:
             parts[f"time {m}"] = lambda m=m: _time(m, device, wanted, settings)  # type: ignore[misc]
+            parts[f"timeline {m}"] = lambda m=m: _timeline(m, device, wanted)  # type: ignore[misc]
     out: dict[str, Any] = {"format": FORMAT, "made": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     out |= {"system": system(), "tests": tests, "attached": attached}
     for name, part in parts.items():
@@ -193,6 +210,20 @@ def _predicted(model: str, device: Device, wanted: Wanted, settings: Settings) -
     ]  # fmt: skip
 
 
+def _timeline(model: str, device: Device, wanted: Wanted) -> dict[str, Any]:
+    """What every worker did in a few steps: `timeline` is the text of a timeline.json for `megakernel profile`. A
+    fault ends it and is an error beside what was recorded until then."""
+    context = min(wanted.contexts)
+    with LLM(
+        model, device=device.name, dtype=wanted.dtype, max_slots=1, trace=True,
+        max_context=profile.room(RECORDED_STEPS, context),
+    ) as llm:  # fmt: skip
+        made = profile.record(llm, RECORDED_STEPS, context)
+    fault = made.meta.fault
+    failed = {} if fault is None else {"error": "DeviceFault", "message": fault.text}
+    return failed | {"context": context, "summary": analysis.summary(made), "timeline": made.to_json()}
+
+
 # ------------------------------------------------------------------------------------------ what others wrote
 def read_tests(path: Path | None) -> dict[str, Any] | None:
     """Counts, and each test that failed or was skipped with its reason, of a JUnit file. Raises InvalidRequest."""
@@ -236,6 +267,9 @@ def summary(report: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         if name.startswith("time ") and "measured" in value:
             said = ", ".join(f"{r['us_per_token']:,.0f} us at {r['context']}" for r in value["measured"])
             rows.append((name, said))
+        if name.startswith("timeline ") and "step_us" in value.get("summary", ()):
+            told = value["summary"]
+            rows.append((name, f"{told['steps']} steps of {told['step_us']:,.0f} us, {told['events']:,} events"))
     tests = report["tests"]
     rows.append(("tests", f"{tests['run']} run, {len(tests['failed'])} failed" if tests else "not given"))
     return rows

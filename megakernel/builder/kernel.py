@@ -38,7 +38,7 @@ def kernel_source(
         f'#include "megakernel/device/{target.backend}.h"',
         *(f'#include "megakernel/tasks/{name}.cuh"' for name in files),
         *(f'#include "{path}"' for path in outside),
-        '#include "megakernel/scheduler/pipeline.cuh"',
+        "#include MEGAKERNEL_DRIVER",  # of the device: how its workers play their roles
         "",
         "namespace megakernel::tasks {",
         "using Tasks = TaskList<",

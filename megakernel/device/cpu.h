@@ -1,6 +1,9 @@
 // The CPU device: a worker is one thread that plays all roles in turn, so a group has one lane and stages are the
 // sources themselves.
 #pragma once
+
+#define MEGAKERNEL_DRIVER "megakernel/scheduler/pipeline.cuh"
+
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdlib.h>

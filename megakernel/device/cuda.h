@@ -4,7 +4,7 @@
 // who bring activations. What they share is one `Block` in shared memory. See docs/memory-model.md for which instruction orders which write.
 #pragma once
 
-#define MEGAKERNEL_SPLIT_ROLES 1
+#define MEGAKERNEL_DRIVER "megakernel/scheduler/roles.cuh"
 
 #include "megakernel/device/types.cuh"
 

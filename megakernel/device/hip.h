@@ -3,6 +3,9 @@
 // barrier is of all waves of a workgroup, so they run the same code with an index that is beyond every element.
 // Included after the generated records. Compiled and inspected for every target; see docs/amd.md for what has not run.
 #pragma once
+
+#define MEGAKERNEL_DRIVER "megakernel/scheduler/pipeline.cuh"
+
 #include "megakernel/device/hip_matrix.h"
 #include "megakernel/device/trace.cuh"
 
@@ -456,6 +459,7 @@ MK_DEVICE void dot_tile(
 #define MEGAKERNEL_ENTRY(TASKS)                                                                                        \
   extern "C" __attribute__((device)) __attribute__((used)) const uint64_t mk_abi_hash =                                \
       megakernel::abi::kAbiHash;                                                                                       \
+  extern "C" __attribute__((device)) __attribute__((used)) const char mk_compiler[] = __VERSION__;                     \
   extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(                                       \
       megakernel::dev::kThreads, megakernel::dev::kThreads))) void                                                     \
   mk_worker(const megakernel::abi::KernelArgs, uint64_t overflow, uint64_t overflow_bytes, uint64_t seats) {           \

@@ -1,7 +1,8 @@
 """The HIP device: compiles with any clang that knows AMD GPUs, loads and launches through hip-python.
 
-Compiling and inspecting work on any machine. Everything from `probe` on that asks a GPU has not run on hardware. Tests
-run it through hip-python itself, above an imitation of the runtime library: docs/amd.md says what to check first.
+Compiling and inspecting work on any machine. What asks a GPU or runs on one has not met hardware: tests run it against
+an imitation of hip-python, and through the package itself above an imitation of the runtime library. docs/amd.md says
+what that proves, what it does not, and how a person with a GPU runs all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from megakernel.device.code_object import KernelReport, kernel_report, symbol_bytes
 from megakernel.device.device import Availability, Buffer, Bytes, Device, Executable, KernelSource
-from megakernel.device.hip_compiler import FREESTANDING, compile_code_object, compile_flags, find_compiler
+from megakernel.device.hip_compiler import FREESTANDING, compile_code_object, compile_flags, find_compiler, is_rocm
 from megakernel.device.hip_report import code_report
 from megakernel.errors import (
     BuildError,
@@ -278,7 +279,7 @@ class HipDevice(Device):
         except (TargetError, BuildError) as e:
             return Availability(False, str(e))
         i = self._info
-        if i.architecture in NEEDS_ROCM and compiler.kind != "hiprtc" and "AMD clang" not in compiler.version:
+        if i.architecture in NEEDS_ROCM and compiler.kind != "hiprtc" and not is_rocm(compiler.version):
             return Availability(
                 False, f"{i.name} is {i.architecture}, whose kernels need a prologue that {compiler.version} does not "
                 "write; install ROCm's compiler",
@@ -305,14 +306,24 @@ class HipDevice(Device):
         return code_report(binary.read_bytes())
 
     def load(self, binary: Path, target: Target, abi_hash: int) -> HipExecutable:
+        """Raises ProgramError for a file that is damaged, of another GPU, of other records or of too many workers, and
+        for one that must not be run because of what compiled it."""
         code, own = binary.read_bytes(), self.target
-        report = kernel_report(code)
+        try:
+            report, got = kernel_report(code), int.from_bytes(symbol_bytes(code, ABI_SYMBOL), "little")
+        except ProgramError as e:
+            raise ProgramError(f"{binary}: {e}") from e
         if report.architecture != own.name:
             raise ProgramError(
                 f"{binary} was built for {report.architecture}; {self.info.name} is {own.name}; "
                 "build it for this device"
             )
-        got = int.from_bytes(symbol_bytes(code, ABI_SYMBOL), "little")
+        if report.architecture in NEEDS_ROCM and not is_rocm(report.compiler):
+            maker = report.compiler or "a compiler that it does not name"
+            raise ProgramError(
+                f"{binary} was built by {maker}, which does not write the prologue that kernels of {own.name} need; "
+                "build it again on this machine, with ROCm's compiler"
+            )
         if got != abi_hash:
             raise ProgramError(
                 f"{binary} has record layout {got:016x}, expected {abi_hash:016x}; build the program again"

@@ -45,7 +45,7 @@ class Compiler:
 def find_compiler(wanted: str | None = None) -> Compiler:
     """The first that works of: `wanted` or MEGAKERNEL_HIPCXX, ROCm's clang, HIPRTC, clang++-22 or newer, ziglang.
 
-    Raises NoCompiler listing where it looked."""
+    Raises NoCompiler listing where it looked, and for a command that is no clang."""
     wanted = wanted or read_settings().hip_cxx
     if wanted:
         command = tuple(shlex.split(wanted))
@@ -114,7 +114,7 @@ def compile_assembly(source: KernelSource, include: Path, compiler: Compiler) ->
             *compiler.command, *FREESTANDING, *flags, f"-I{work}", f"-I{include}", "-S", str(work / "kernel.hip"), "-o",
             str(work / "kernel.s"),
         )  # fmt: skip
-        return (work / "kernel.s").read_text()
+        return _made(work / "kernel.s", compiler).decode()
 
 
 def link_assembly(assembly: Path, target: Target, compiler: Compiler) -> bytes:
@@ -127,7 +127,16 @@ def link_assembly(assembly: Path, target: Target, compiler: Compiler) -> bytes:
         _call(*zig, "ld.lld", "-m", "elf64_amdgpu", "--no-undefined", "-shared", str(made), "-o", str(out))
     else:
         _call(*compiler.command, *machine, "-nogpulib", "-Wl,--no-undefined", str(assembly), "-o", str(out))
-    return out.read_bytes()
+    return _made(out, compiler)
+
+
+def _made(path: Path, compiler: Compiler) -> bytes:
+    if not path.exists():
+        raise BuildError(
+            f"{' '.join(compiler.command)} ended without an error and wrote no {path.suffix} file; set {SETTING} to a "
+            f"clang++ of version {OLDEST_CLANG} or newer"
+        )
+    return path.read_bytes()
 
 
 def _call(*line: str) -> None:
@@ -144,7 +153,18 @@ def _version(command: tuple[str, ...]) -> str:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as e:
         raise BuildError(f"{' '.join(command)} --version failed: {e}; set {SETTING} to a working clang++") from e
-    return done.stdout.splitlines()[0] if done.stdout else "unknown"
+    said = (done.stdout.splitlines() or [""])[0]
+    if "clang" not in said.lower():
+        raise NoCompiler(
+            f"{' '.join(command)} --version says {said[:80]!r}, expected a clang; set {SETTING} to a clang++ of "
+            f"version {OLDEST_CLANG} or newer"
+        )
+    return said
+
+
+def is_rocm(version: str) -> bool:
+    """Whether a clang's text about itself ("AMD clang version 20.0.0git ...") is that of ROCm's."""
+    return version.startswith("AMD") and "clang" in version.lower()
 
 
 # ------------------------------------------------------------------------------------------------ ROCm's library

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megakernel.device.code_object import KernelReport, kernel_report, symbol_bytes
+from megakernel.device.code_object import REMEDY, KernelReport, kernel_report, symbol_bytes
 from megakernel.errors import ProgramError
 
 SYMBOL = "mk_instructions"
@@ -59,10 +59,11 @@ UNITS: Mapping[str, Unit] = {
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Workgroups resident on a unit (on a pair of units of gfx1100), what bounds them, and waves of a SIMD."""
+    """Workgroups resident on a unit (on a pair of units of gfx1100), all that bounds them to so many, and waves of a
+    SIMD."""
 
     workgroups: int
-    bound: str
+    bound: tuple[str, ...]
     waves: int
     most_waves: int
 
@@ -75,11 +76,13 @@ def occupancy(report: KernelReport) -> Occupancy | None:
     waves = -(-report.threads // report.wave)
     held = -(-max(1, report.vgprs) // unit.granule) * unit.granule
     fit = {
-        "vector registers": min(unit.waves, unit.vgprs // held) * unit.simds // waves,
+        "vector registers": unit.vgprs // held * unit.simds // waves,
         "LDS": unit.lds_bytes // max(1, report.lds_bytes),
+        "waves": unit.waves * unit.simds // waves,
     }
-    bound = min(fit, key=lambda name: fit[name])
-    return Occupancy(fit[bound], bound, -(-fit[bound] * waves // unit.simds), unit.waves)
+    least = min(fit.values())
+    bound = tuple(name for name, groups in fit.items() if groups == least)
+    return Occupancy(least, bound, -(-least * waves // unit.simds), unit.waves)
 
 
 def count_instructions(assembly: str) -> dict[str, Any]:
@@ -113,7 +116,7 @@ def code_report(code: bytes) -> dict[str, Any]:
     found = occupancy(report)
     return {
         **asdict(report),
-        "code_bytes": len(code),
+        "file_bytes": len(code),
         "occupancy": asdict(found) if found else "the limits of this target are not published",
         "instructions": _counts(code),
         "state": "compiled and inspected; not run on hardware by the project",
@@ -122,7 +125,13 @@ def code_report(code: bytes) -> dict[str, Any]:
 
 def _counts(code: bytes) -> dict[str, Any] | str:
     try:
-        counts: dict[str, Any] = json.loads(symbol_bytes(code, SYMBOL))
+        raw = symbol_bytes(code, SYMBOL)
     except ProgramError:
         return "not counted: the compiler that built it gives no assembly"
+    try:
+        counts = json.loads(raw)
+    except ValueError:  # UnicodeDecodeError and JSONDecodeError are
+        counts = None
+    if not isinstance(counts, dict):
+        raise ProgramError(f"the counts of instructions in {SYMBOL} are damaged: {raw[:40]!r}; {REMEDY}")
     return counts

@@ -4,10 +4,6 @@
 // device (feed.cuh): it depends on nobody.
 #pragma once
 
-#ifdef MEGAKERNEL_SPLIT_ROLES  // a device whose roles run side by side has a driver of its own
-#include "megakernel/scheduler/roles.cuh"
-#else
-
 #include "megakernel/scheduler/feed.cuh"
 
 namespace megakernel {
@@ -195,5 +191,3 @@ MK_DEVICE void run_worker(dev::Worker& w) {
 }
 
 }  // namespace megakernel
-
-#endif

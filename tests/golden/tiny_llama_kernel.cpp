@@ -7,7 +7,7 @@
 #include "megakernel/tasks/embedding.cuh"
 #include "megakernel/tasks/matmul.cuh"
 #include "megakernel/tasks/sample.cuh"
-#include "megakernel/scheduler/pipeline.cuh"
+#include MEGAKERNEL_DRIVER
 
 namespace megakernel::tasks {
 using Tasks = TaskList<

@@ -7,14 +7,20 @@ turn, and every time a value or a count is wrong: so none of them is superfluous
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
+from megakernel.builder.cache import INCLUDE
+from megakernel.builder.layout import weight_layout
+from megakernel.device.hip_compiler import WAVES
 from megakernel.device.hip_ring import ring_shape
 from megakernel.target import TARGETS, find_target
 from megakernel.tasks.task import DType
 from tests.hip.chain import SAMPLED, Result, run
 
+HEADER = (INCLUDE / "megakernel" / "device" / "hip_copy.h").read_text()
+TENSOR_LEAST = int(re.findall(r"kTensorBytes = (\d+);", HEADER)[0])  # smaller units are copied by lanes
 AMD = [t.name for t in TARGETS.values() if t.backend == "hip"]
 
 
@@ -28,6 +34,22 @@ def check(result: Result, target: str) -> None:
         assert seen.most_stages == ring.stages - 1, "the ring is kept full, and one stage is never on its way"
     else:
         assert seen.copies == 0 and seen.waits > 0  # through registers
+
+
+@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("target", AMD)
+def test_a_full_ring_can_be_counted(target: str, dtype: DType) -> None:
+    """Of any matrix: a unit fits its stage, and the loads of all stages but one fit a wave's counter, which ends at 63.
+    That each copy has its wait and that no more are on their way is looked at while the ring runs, below."""
+    ring = ring_shape(find_target(target))
+    for k in (1, 31, 32, 33, 64, 127, 128, 129, 255, 257, 576, 1536, 2048, 4097, 8192, 14336, 28672):
+        layout = weight_layout(find_target(target), dtype, 100, k)
+        unit = layout.tile_n * layout.k_unit * dtype.bytes
+        assert 0 < unit <= ring.stage_bytes and unit % 16 == 0, (k, unit)
+        if ring.copy_bytes:
+            whole = target == "gfx1250" and unit >= TENSOR_LEAST  # one instruction brings all of it
+            loads = 1 if whole else -(-unit // (ring.copiers * WAVES[target] * ring.copy_bytes))
+            assert loads * (ring.stages - 1) <= 63, (k, unit)
 
 
 @pytest.mark.parametrize("target", AMD)

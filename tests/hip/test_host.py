@@ -24,7 +24,7 @@ from tests.hip.fake_runtime import FAILED, NO_DEVICE, NOT_READY, OK, OUT_OF_MEMO
 from tests.unit.test_hip_build import TINY
 
 ABI = 0x1234567890ABCDEF
-# A kernel with the two names that the host looks for.
+# A kernel with the names that the host looks for; `mk_compiler` is what each test says it is.
 TEXT = f"""extern "C" __attribute__((device)) __attribute__((used)) const unsigned long mk_abi_hash = {ABI}ul;
 extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(256, 256))) void mk_worker(int* p) {{
   *p = 1;
@@ -81,7 +81,10 @@ def test_a_compiler_whose_code_must_not_be_run(monkeypatch: pytest.MonkeyPatch) 
     assert (
         not state.usable and "a GPU is gfx1250, whose kernels need a prologue that clang version 22.1" in state.reason
     )
-    for kind, version in (("clang", "AMD clang version 23.0 (roc-10.0)"), ("hiprtc", "hiprtc 7.15")):
+    for kind, version in (
+        ("clang", "AMD clang version 23.0 (roc-10.0)"), ("clang", "AMD AFAR drop #23.1 clang version 23.0"),
+        ("hiprtc", "hiprtc 7.15"),
+    ):  # fmt: skip
         monkeypatch.setattr(hip, "find_compiler", lambda _w, k=kind, v=version: hip_compiler.Compiler(k, (), v))
         assert device.availability().usable
 
@@ -218,6 +221,46 @@ def test_what_is_refused_at_load(monkeypatch: pytest.MonkeyPatch, binaries: dict
     _, full = opened(monkeypatch, resident=0)
     with pytest.raises(ProgramError, match=r"has 4 workers; a GPU keeps 0 resident \(4 units, 0 each\)"):
         full.load(binaries["gfx942"], full.target, ABI)
+
+
+MADE_BY = 'extern "C" __attribute__((device)) __attribute__((used)) const char mk_compiler[] = '
+
+
+@pytest.mark.parametrize(
+    ("compiler", "named"),
+    [
+        ("", "a compiler that it does not name"),
+        ("__VERSION__", "Clang"),
+        ('"clang version 22.1.8"', "clang version 22.1.8"),
+    ],
+)
+def test_code_whose_compiler_is_not_the_one_that_this_gpu_needs(
+    compiler: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever compiler is there now: a program may have been built elsewhere."""
+    _, device = opened(monkeypatch, architecture="gfx1250", lds=327680)
+    text = TEXT + (f"{MADE_BY}{compiler};\n" if compiler else "")
+    device.compile(KernelSource(text, {}, find_target("gfx1250")), INCLUDE, tmp_path / "k.bin")
+    with pytest.raises(ProgramError, match=rf"k.bin was built by .*{named}.*prologue.*with ROCm's compiler"):
+        device.load(tmp_path / "k.bin", device.target, ABI)
+
+
+@pytest.mark.parametrize("version", ["AMD Clang 20.0.0git (roc-7.1.1 25444)", "AMD AFAR drop #23.1.0 Clang 23.0.0git"])
+def test_code_of_rocms_compiler_is_loaded(version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, device = opened(monkeypatch, architecture="gfx1250", lds=327680)
+    text = f'{TEXT}{MADE_BY}"{version}";\n'
+    device.compile(KernelSource(text, {}, find_target("gfx1250")), INCLUDE, tmp_path / "k.bin")
+    assert device.code_report(tmp_path / "k.bin")["compiler"] == version
+    device.load(tmp_path / "k.bin", device.target, ABI).close()
+
+
+def test_a_damaged_file_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, binaries: dict[str, Path], tmp_path: Path
+) -> None:
+    _, device = opened(monkeypatch)
+    (tmp_path / "half.bin").write_bytes(binaries["gfx942"].read_bytes()[:900])
+    with pytest.raises(ProgramError, match=r"half\.bin: .*; build the program again"):
+        device.load(tmp_path / "half.bin", device.target, ABI)
 
 
 def test_a_launch(monkeypatch: pytest.MonkeyPatch, binaries: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from typer.testing import CliRunner, Result
 from megakernel import cli, device_report
 from megakernel.device.cpu import CpuDevice
 from megakernel.device.device import Availability
+from megakernel.devices import open_device
 from megakernel.errors import DeviceFault, FaultReport, InvalidRequest
+from megakernel.timeline import Timeline, TimelineFault
 
 pytestmark = pytest.mark.timeout(300)
 TESTS = """<testsuites><testsuite>
@@ -47,12 +50,17 @@ def test_a_whole_report(tiny: Path, cache: Path, tmp_path: Path) -> None:
     (row,) = timed["measured"]
     assert row["context"] == 8 and row["us_per_token"] > 0 and row["launches_per_token"]
     assert timed["predicted"][0]["us_per_token"] > 0 and timed["predicted"][0]["figures"]
+    recorded = made[f"timeline {tiny}"]
+    assert recorded["context"] == 8 and recorded["summary"]["steps"] == device_report.RECORDED_STEPS
+    timeline = Timeline.from_json(recorded["timeline"])
+    assert timeline.meta.workers == 2 and len(timeline.events) > 20 and timeline.meta.fault is None
     assert made["tests"] == {
         "run": 3, "seconds": 2.0, "failed": {"tests.a::bad": "E assert 1 == 2"}, "skipped": {"no GPU: none": 1},
     }  # fmt: skip
     assert made["attached"] == [{"name": "timeline.json", "text": '{"events": []}'}]
     line = json.loads(result.stdout.splitlines()[-1])
     assert line["tests"] == "3 run, 1 failed" and "us at 8" in line[f"time {tiny}"]
+    assert line[f"timeline {tiny}"].startswith("2 steps of ") and line[f"timeline {tiny}"].endswith(" events")
 
 
 def test_a_device_that_cannot_be_used_has_a_report_that_says_why(
@@ -71,6 +79,51 @@ def test_where_the_file_goes_is_checked_before_anything_runs(monkeypatch: pytest
     monkeypatch.setattr(device_report, "collect", lambda *_: pytest.fail("ran"))
     result = CliRunner().invoke(cli.app, ["report", "-o", "/proc/nowhere/report.json"])
     assert result.exit_code == 1 and "--output /proc/nowhere/report.json" in result.output
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--tokens", "1"], "--tokens 1: expected at least 2"),
+        (["--tokens", "-4"], "--tokens -4: expected at least 2"),
+        (["--rounds", "0"], "--rounds 0: expected at least 1"),
+        (["--context", "32", "--context", "0"], "--context 0: expected at least 1"),
+        (["--dtype", "int3"], "--dtype int3: expected one of f32, bf16, f16"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_runs(
+    given: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_report, "collect", lambda *_: pytest.fail("ran"))
+    result = CliRunner().invoke(cli.app, ["report", "-o", str(tmp_path / "new.json"), *given])
+    assert result.exit_code == 1 and why in result.output and not (tmp_path / "new.json").exists()
+
+
+def test_a_report_that_is_there_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_report, "collect", lambda *_: pytest.fail("ran"))
+    (tmp_path / "old.json").write_text("precious")
+    for path in (tmp_path / "old.json", tmp_path):
+        result = CliRunner().invoke(cli.app, ["report", "-o", str(path)])
+        assert result.exit_code == 1 and "exists; give a new file or remove it" in " ".join(result.output.split())
+    assert (tmp_path / "old.json").read_text() == "precious"
+
+
+def test_a_fault_in_a_recording_is_an_error_beside_its_timeline(
+    tiny: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = device_report.profile.record
+
+    def faulty(*given: Any) -> Timeline:
+        made = whole(*given)
+        fault = TimelineFault("wait budget", "qkv", "matmul", 3, 1, "worker", 7, "worker 1 waited in vain")
+        return replace(made, meta=replace(made.meta, fault=fault))
+
+    monkeypatch.setattr(device_report.profile, "record", faulty)
+    monkeypatch.setenv("MEGAKERNEL_CACHE", str(cache))
+    monkeypatch.setenv("MEGAKERNEL_WORKERS", "2")
+    found = device_report._timeline(str(tiny), open_device("cpu"), device_report.Wanted("cpu", contexts=(8,)))
+    assert (found["error"], found["message"]) == ("DeviceFault", "worker 1 waited in vain")
+    assert Timeline.from_json(found["timeline"]).meta.fault is not None
 
 
 def test_a_part_that_fails_is_in_the_file_and_the_others_too(
