@@ -184,7 +184,8 @@ def _value_links(schedule: Schedule, entries: list[Entry]) -> Iterable[tuple[Spa
     readers = [e for e in entries if not e.waits and nodes[e.node].task.awaits_values]
     written: dict[str, list[tuple[int, int, int, int, int]]] = {}  # tensor -> start, stop, node, first, count
     for e in entries if readers else []:
-        for r in nodes[e.node].task.writes(nodes[e.node], e.first, e.count):
+        task = nodes[e.node].task
+        for r in (*task.writes(nodes[e.node], e.first, e.count), *task.may_write(nodes[e.node], e.first, e.count)):
             if r.tensor in values:
                 written.setdefault(r.tensor, []).append((r.start, r.stop, e.node, e.first, e.count))
     tables = {t: np.array(rows, np.int64) for t, rows in written.items()}

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from megakernel.errors import TimelineError
 from megakernel.tasks.record import NONE, TRACE_EVENT, Role, TraceFlag
+from megakernel.tasks.task import all_tasks
 
 Events = npt.NDArray[Any]  # structured, TRACE_EVENT.dtype
 Edges = npt.NDArray[Any]  # structured, EDGE
@@ -138,8 +139,11 @@ class Timeline:
 
     @cached_property
     def complete_steps(self) -> tuple[int, ...]:
-        """Steps of which no event is missing: not cut by a fault, nothing lost."""
-        numbers, counts = np.unique(self.tasks["step"], return_counts=True)
+        """Steps of which no event is missing: not cut by a fault, nothing lost. Records that may be left out of a step do
+        not count."""
+        optional = {task.name for task in all_tasks().values() if task.idles}
+        always = [i for i, node in enumerate(self.nodes) if node.task not in optional]
+        numbers, counts = np.unique(self.tasks["step"][np.isin(self.tasks["node"], always)], return_counts=True)
         tasks = dict(zip(numbers.tolist(), counts.tolist()))
         most = max(tasks.values(), default=0)
         numbers, counts = np.unique(self.worker_steps["step"], return_counts=True)

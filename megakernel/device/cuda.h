@@ -274,6 +274,11 @@ struct Worker {
   Worker(const Worker&) = delete;
 
   MK_DEVICE RoleState& state() const { return block().state[threadIdx.x / 32]; }
+  // All lanes have read what was there.
+  MK_DEVICE RoleState& state_to_write() const {
+    __syncwarp();
+    return state();
+  }
   MK_DEVICE void load() {
     const RoleState& s = state();
     begin_step(s.step);
@@ -281,7 +286,7 @@ struct Worker {
     group_parity = s.group_parity, turn = s.turn, random = s.random;
   }
   MK_DEVICE void save() const {
-    RoleState& s = state();
+    RoleState& s = state_to_write();
     s.group_parity = group_parity, s.turn = turn, s.random = random;
     __syncwarp();
   }
@@ -298,7 +303,7 @@ struct Worker {
   // What the functions that follow work on, and what their fault reports name.
   MK_DEVICE void mark(const abi::Record* r) {
     record = r;
-    RoleState& s = state();
+    RoleState& s = state_to_write();
     s.step = step, s.record = r, s.record_index = record_index;
     __syncwarp();
   }

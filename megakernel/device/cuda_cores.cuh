@@ -20,7 +20,7 @@ struct Producer {
     head = s.ring, tail = s.tail, in_flight = s.in_flight;
   }
   MK_DEVICE void save() const {
-    RoleState& s = w.state();
+    RoleState& s = w.state_to_write();
     s.ring = head, s.tail = tail, s.in_flight = in_flight;
     w.save();
   }
@@ -54,14 +54,14 @@ struct Consumer {
     ring = s.ring, sums_slot = s.sums_slot, sums_parity = s.sums_parity, input_parity = s.input_parity;
   }
   MK_DEVICE void save() const {
-    RoleState& s = w.state();
+    RoleState& s = w.state_to_write();
     s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity, s.input_parity = input_parity;
     w.save();
   }
   // When the group has not met: fewer values to keep.
   MK_DEVICE void save_alone() const {
     if constexpr (kChaos) return save();
-    RoleState& s = w.state();
+    RoleState& s = w.state_to_write();
     s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity, s.input_parity = input_parity;
     __syncwarp();
   }
@@ -113,7 +113,7 @@ struct Loader {
     parity = w.state().input_parity;
   }
   MK_DEVICE void save() const {
-    w.state().input_parity = parity;
+    w.state_to_write().input_parity = parity;
     w.save();
   }
   MK_DEVICE static uint32_t index() { return threadIdx.x / 32 - kLoaderWarp; }
@@ -140,7 +140,7 @@ struct Storer {
     sums_slot = s.sums_slot, sums_parity = s.sums_parity;
   }
   MK_DEVICE void save() const {
-    RoleState& s = w.state();
+    RoleState& s = w.state_to_write();
     s.sums_slot = sums_slot, s.sums_parity = sums_parity;
     w.save();
   }

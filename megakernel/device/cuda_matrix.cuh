@@ -20,7 +20,9 @@ struct Sums {
   static constexpr uint32_t kOutputs = kBlockTiles * 8;
 
   MK_DEVICE static constexpr uint32_t bytes(uint32_t rows) { return (kConsumers * rows * kOutputs + kConsumers * rows) * 4; }
-  MK_DEVICE static constexpr uint32_t slots(uint32_t rows) { return 2 * bytes(rows) <= kScratchBytes ? 2 : 1; }
+  // Two, so that the storer reads one while the consumers fill the other; but what is left for inputs is at least what a
+  // full step leaves.
+  MK_DEVICE static constexpr uint32_t slots(uint32_t rows) { return 2 * bytes(rows) <= bytes(abi::kMaxRows) ? 2 : 1; }
   MK_DEVICE static uint32_t slot(uint32_t turn, uint32_t rows) { return turn & (slots(rows) - 1); }
   MK_DEVICE static float* at(uint32_t rows, uint32_t slot) {
     return reinterpret_cast<float*>(block().scratch + kScratchBytes - (slot + 1) * bytes(rows));
@@ -29,6 +31,12 @@ struct Sums {
   MK_DEVICE static constexpr uint32_t below(uint32_t rows) { return kScratchBytes - slots(rows) * bytes(rows); }
 };
 static_assert(Sums::kOutputs == 32, "one output a lane");
+
+constexpr uint32_t least_below() {
+  uint32_t out = kScratchBytes;
+  for (uint32_t rows = 1; rows <= abi::kMaxRows; ++rows) out = Sums::below(rows) < out ? Sums::below(rows) : out;
+  return out;
+}
 
 using MatrixFields = abi::MatmulFields;
 

@@ -22,7 +22,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   using Shape::kDim, Shape::kGroup, Shape::kHeads, Shape::kKvHeads, Shape::kPage, Shape::kPiece, Shape::kPiecePages;
   using Shape::kRuns, Shape::kKeyBytes, Shape::kUnitBytes, Shape::kChunks, Shape::kValueTiles, Shape::kPartial;
   using Shape::kHalf, Shape::kMergeAt, Shape::kQueryBytes, Shape::kFreshBytes;
-  static constexpr bool kProduces = true, kStores = true, kLoads = true, kNeedsHeader = true;
+  static constexpr bool kProduces = true, kStores = false, kLoads = true, kNeedsHeader = true;
   static constexpr bool kTwoStages = kUnitBytes > kStageBytes;  // of a page: keys, then values
   static constexpr uint32_t kPageStages = kTwoStages ? 2 : 1;
   static constexpr uint32_t kTopBytes = kBlockRows * kConsumers * sizeof(float2);
@@ -31,8 +31,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is a multiple of 32");
   static_assert(kPage % kRunTokens == 0 && kPiece % kPage == 0 && kRuns <= kConsumers, "a run is in one page");
   static_assert(kKeyBytes <= kStageBytes && kPiecePages * kPageStages <= kStages, "an item's pages are in the ring together");
-  static_assert(kMergeAt + kTopBytes + kBlockRows * kConsumers * 32 <= Sums::below(abi::kMaxRows),
-                "one tile of values can be merged");
+  static_assert(kMergeAt + kTopBytes + kBlockRows * kConsumers * 32 <= least_below(),
+                "one tile of values can be merged, whatever the rows of the step");
 
   // A page in the ring; offsets from both are those inside the page.
   struct Stage {
@@ -399,7 +399,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // ---------------------------------------------------------------------------------------------- storer
   // Clears what the step before left here.
-  static __device__ __noinline__ void store() {
+  static __device__ __noinline__ void clear_last() {
     Storer s;
     s.load();
     Worker& w = s.w;

@@ -91,7 +91,7 @@ struct Core<tasks::Embedding<kConfig>> {
 template <tasks::CombineConfig kConfig>
 struct Core<tasks::Combine<kConfig>> {
   using Fields = abi::CombineFields;
-  static constexpr bool kProduces = false, kStores = true, kLoads = true, kNeedsHeader = false;
+  static constexpr bool kProduces = false, kStores = false, kLoads = true, kNeedsHeader = false;
   static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2;
   static constexpr uint32_t kPairs = (kDim + 63) / 64;  // pairs of elements of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
@@ -168,7 +168,7 @@ struct Core<tasks::Combine<kConfig>> {
   }
 
   // Clears the output of the step before.
-  static __device__ __noinline__ void store() {
+  static __device__ __noinline__ void clear_last() {
     Storer s;
     s.load();
     Worker& w = s.w;

@@ -22,6 +22,10 @@ using dev::Worker;
 template <class T>
 concept Beginning = requires(Worker& w) { T::begin(w); };
 
+// A task whose consumers publish, and whose values of the step before the storer clears.
+template <class T>
+concept Clearing = requires { dev::Core<T>::clear_last(); };
+
 // A task that may have nothing to do in a step; then control keeps its record from the other roles.
 template <class T>
 concept Idling = requires(Worker& w, const abi::Record& r) { dev::Core<T>::idles(w, r); };
@@ -65,7 +69,7 @@ MK_OUT_OF_LINE bool await_header() {
   } else {
     w.wait_barrier(&block().header_full[copy], parity >> copy & 1);
   }
-  w.state().header_parity = parity ^ 1u << copy;
+  w.state_to_write().header_parity = parity ^ 1u << copy;
   w.save();
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
@@ -73,7 +77,7 @@ MK_OUT_OF_LINE bool await_header() {
 MK_OUT_OF_LINE void begin_step() {
   Worker w;
   w.load();
-  w.state().step = w.step + 1;
+  w.state_to_write().step = w.step + 1;
   w.state().record_index = ~0u;
   if (w.warp() == dev::kProducerWarp) block().header_known = 0;
   w.save();
@@ -92,6 +96,7 @@ MK_OUT_OF_LINE uint32_t next_record() {
   dev::RoleState& s = w.state();
   const abi::Record* record = &block().record[s.record_slot];
   w.wait_barrier(&block().record_full[s.record_slot], s.record_parity);
+  dev::warp_meets();
   s.record = record;
   s.record_index = block().record_at[s.record_slot];
   w.save();
@@ -142,6 +147,7 @@ MK_DEVICE void run_storer(bool one_step) {
           dev::Core<T>::store();
           trace::published(dev::Loaded(), abi::Role::kStorer);
         }
+        if constexpr (Clearing<T>) dev::Core<T>::clear_last();
       }, Tasks{});
       done_record();
     }

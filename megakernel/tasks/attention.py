@@ -101,6 +101,14 @@ class Attention(Task):
         return (Region(node.tensors["partials"], edge(first), edge(first + count)),)
 
     @staticmethod
+    def may_write(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        if "output" not in node.tensors:
+            return ()
+        size, splits = node.sizes["head_dim"] * node.sizes["group"], node.sizes["splits"]
+        low, high = first // splits, -(-(first + count) // splits)
+        return (Region(node.tensors["output"], low * size, high * size),)
+
+    @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
         assert isinstance(node.variant, AttentionConfig)
         v = node.variant

@@ -33,6 +33,7 @@ class Combine(Task):
 
     name = "combine"
     awaits_values = True
+    idles = True  # when attention has written every row
     body = "Combine"
     config = "CombineConfig"
     fields = Struct(

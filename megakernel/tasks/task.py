@@ -128,6 +128,7 @@ class Task(ABC):
     config: ClassVar[str]  # C++ type of the variant
     fields: ClassVar[Struct]  # the record's payload
     awaits_values: ClassVar[bool] = False  # its device half can wait for such elements, see `by_value`
+    idles: ClassVar[bool] = False  # a device may leave its records out of a step in which they have nothing to do
     repeats: ClassVar[bool] = False  # what a worker finds out about a tile in one layer holds for the same tile in the next
 
     @staticmethod
@@ -139,6 +140,11 @@ class Task(ABC):
     @abstractmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
         """Regions those tiles write. Two tiles never write the same column of a tensor."""
+
+    @staticmethod
+    def may_write(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        """Regions that a later node writes, as far as these tiles have not done so in its place."""
+        return ()
 
     @staticmethod
     @abstractmethod
