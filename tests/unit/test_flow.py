@@ -170,3 +170,25 @@ def test_waits_for_relays_lead_to_who_signals_their_groups() -> None:
                 counters = below.get(wait.counter, set()) | {wait.counter}
                 makers = {x.node for q in schedule.queues for x in q if x.signal in counters}
                 assert makers and set(mine["producer"].tolist()) == makers
+
+
+def test_a_step_without_the_records_that_may_be_left_out_is_complete() -> None:
+    """Attention writes rows of one piece itself; then `combine` has nothing to do, and its records are left out."""
+    plan, _ = built()
+    combine = [i for i, n in enumerate(plan.schedule.nodes) if n.task.idles]
+    assert combine and {plan.schedule.nodes[i].task.name for i in combine} == {"combine"}
+    events = events_of(3)
+    left_out = (events["step"] == 2) & np.isin(events["node"], combine)
+    made = timeline(events[~left_out])
+    assert left_out.any() and made.complete_steps == (1, 2, 3)
+    other = (events["step"] == 2) & (events["node"] == combine[0] - 1)
+    assert timeline(events[~other]).complete_steps == (1, 3)
+
+
+def test_who_reads_the_output_of_attention_waits_for_attention_too() -> None:
+    plan, _ = built()
+    nodes = plan.schedule.nodes
+    at = next(i for i, n in enumerate(nodes) if n.task.name == "attention")
+    assert [nodes[at + k].task.name for k in range(3)] == ["attention", "combine", "matmul"]
+    edges = {(int(e["producer"]), int(e["consumer"])) for e in edges_of(plan.schedule, by_value=True)}
+    assert {(at, at + 1), (at + 1, at + 2), (at, at + 2)} <= edges

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megakernel.architectures import shape_config
+from megakernel.builder.build import make_plan
 from megakernel.errors import RecordError, ScheduleError
 from megakernel.scheduler import ticket
 from megakernel.scheduler.assign import POLICIES, find_policies
@@ -17,7 +19,7 @@ from megakernel.scheduler.encode import decode, encode
 from megakernel.scheduler.hazards import Tiles, bits, requirements
 from megakernel.scheduler.schedule import Entry, Schedule, Wait
 from megakernel.scheduler.verify import verify
-from megakernel.target import TARGETS
+from megakernel.target import TARGETS, find_target
 from megakernel.tasks.record import MAX_WAITS, OPCODE_END, OPCODE_TICKET, RECORD
 from megakernel.tasks.task import Addresses, TaskNode
 from tests.unit.test_scheduler_fakes import Access, Fake, decoder, node, random_memory, random_nodes, random_placement
@@ -70,6 +72,20 @@ def test_balanced_pays_back_an_uneven_node() -> None:
     placed = POLICIES["balanced"](nodes, target, 0)
     load = [sum(count for _, _, count in queue) for queue in placed]
     assert abs(load[0] - load[1]) <= 1
+
+
+def test_attention_is_placed_in_each_layer_as_in_the_one_before() -> None:
+    """So that what a worker knows of its tile's pages holds for all layers; and no worker has two tiles. Others rotate."""
+    plan = make_plan(shape_config("llama-3.2-1b"), find_target("sm_90a"), max_context=512, max_slots=1)
+    nodes = plan.schedule.nodes
+    layers: dict[str, dict[int, list[tuple[int, int, int]]]] = {"attention": {}, "matmul": {}}
+    for worker, queue in enumerate(plan.schedule.queues):
+        for e in queue:
+            if nodes[e.node].task.name in layers and nodes[e.node].layer >= 0:
+                layers[nodes[e.node].task.name].setdefault(nodes[e.node].layer, []).append((worker, e.first, e.count))
+    placed = {name: {tuple(rows) for rows in found.values()} for name, found in layers.items()}
+    assert len(layers["attention"]) == 16 and len(placed["attention"]) == 1 and len(placed["matmul"]) > 1
+    assert {count for rows in layers["attention"].values() for _, _, count in rows} == {1}
 
 
 def test_critical_path_starts_with_the_long_branch() -> None:
