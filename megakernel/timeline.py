@@ -139,8 +139,8 @@ class Timeline:
 
     @cached_property
     def complete_steps(self) -> tuple[int, ...]:
-        """Steps of which no event is missing: not cut by a fault, nothing lost. Records that may be left out of a step do
-        not count."""
+        """Steps of which no event is missing: not cut by a fault, nothing lost. Records that may be left out of a step
+        do not count."""
         optional = {task.name for task in all_tasks().values() if task.idles}
         always = [i for i, node in enumerate(self.nodes) if node.task not in optional]
         numbers, counts = np.unique(self.tasks["step"][np.isin(self.tasks["node"], always)], return_counts=True)

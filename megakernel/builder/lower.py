@@ -73,8 +73,8 @@ def page_tokens(target: Target, head_dim: int, kv_dtype: DType) -> int:
 
 
 def splits(target: Target, kv_heads: int) -> int:
-    """Tiles of one KV head, so that the tiles of all heads share out evenly over the workers. Where a hand-off is much of
-    a step's time a worker has one at most: two would be two items one after the other while other workers have none."""
+    """Tiles of one KV head, so that the tiles of all heads share out evenly over the workers. Where edges are by value
+    a worker has one at most: two would be two items in turn while other workers have none."""
     if target.value_edges:
         return max(1, target.workers // kv_heads)
     even = math.lcm(kv_heads, target.workers) // kv_heads

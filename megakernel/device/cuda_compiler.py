@@ -31,8 +31,8 @@ using int32_t = int; using uint32_t = unsigned int; using int64_t = long long; u
 @dataclass(frozen=True)
 class Tunables:
     """What a build may choose. in_flight: stages being copied at once; more only delays everyone else's loads.
-    calm: the same while the worker waits for values of others, whose way it then leaves free. spare_stages: stages given
-    up, so that their memory serves as cache."""
+    calm: the same while the worker waits for values of others, whose way it then leaves free.
+    spare_stages: stages given up, so that their memory serves as cache."""
 
     in_flight: int = 5
     calm: int = 2
@@ -62,7 +62,7 @@ def shared_bytes_of(target: Target, tunables: Tunables = DEFAULTS) -> int:
 def compile_flags(target: Target, chaos: bool, trace: bool, tunables: Tunables = DEFAULTS) -> tuple[str, ...]:
     """All NVRTC options but the include folder."""
     sizes = {
-        "STAGES": stages_of(target, tunables), "IN_FLIGHT": tunables.in_flight, "CALM": tunables.calm, 
+        "STAGES": stages_of(target, tunables), "IN_FLIGHT": tunables.in_flight, "CALM": tunables.calm,
         "SCRATCH_BYTES": SCRATCH_BYTES,
         "SHARED_BYTES": shared_bytes_of(target, tunables),
     }  # fmt: skip

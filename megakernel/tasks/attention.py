@@ -10,9 +10,9 @@ fixed order, page by page, so a row's result depends on nothing but its own toke
 
 qkv is f32 [rows, (heads + 2 kv_heads) * head_dim]: all q heads, all k heads, all v heads. partials is
 f32 [rows][heads][max_pieces][head_dim + 2]: acc, m, l; pieces that a row does not reach are not written. With an
-`output`, which goes with edges by value, a row whose context is one piece goes there at once, acc / l, and not to partials;
-`combine` leaves such a row alone. Readers of the output wait for its values, so which of the two wrote them is the same to
-them. The schedule counts it as written by combine, which comes later.
+`output`, which goes with edges by value, a row whose context is one piece goes there at once, acc / l, and not to
+partials; `combine` leaves such a row alone. Readers of the output wait for its values, and it is the same to them which
+of the two wrote them. The schedule counts it as written by combine, which comes later.
 
 Rows of one slot are consecutive and form a group. The items of a KV head are (group, piece) in order, pieces
 ascending; tile `g * splits + s` takes every item j of head g with (j + g) % splits == s. So one tile alone touches a
@@ -64,7 +64,7 @@ class Attention(Task):
         (
             Field("cos", "u64", doc="f32 [positions][rotary_dim / 2], offset in the weights, or kNone64"),
             Field("sin", "u32", doc="the same, bytes behind cos"),
-            Field("output", "u32", doc="offset in the workspace, or kNone: where a row of one piece goes, see the module"),
+            Field("output", "u32", doc="offset in the workspace, or kNone: where a row of one piece goes"),
             Field("q_gamma", "u64", doc="f32 [head_dim], offset in the weights, or kNone64"),
             Field("k_gamma", "u64"),
             Field("qkv", "u32", doc="offset in the workspace"),
@@ -159,9 +159,9 @@ def node(
 ) -> TaskNode:  # fmt: skip
     """Attention of one layer; `kv_layer` is its index in the KV pool, `splits` the tiles of one KV head.
 
-    Tensors: `qkv`, `partials` and, where edges are by value, the `output` of the combine that follows (see the module). Weights: `cos`, `sin` f32 [positions][rotary_dim / 2], both or
-    neither; `q_gamma`, `k_gamma` f32 [head_dim]. `max_pieces` is max_context / piece_tokens rounded up. Raises
-    LoweringError for sizes that do not divide.
+    Tensors: `qkv`, `partials` and, where edges are by value, the `output` of the combine that follows (see the
+    module). Weights: `cos`, `sin` f32 [positions][rotary_dim / 2], both or neither; `q_gamma`, `k_gamma` f32 [head_dim].
+    `max_pieces` is max_context / piece_tokens rounded up. Raises LoweringError for sizes that do not divide.
     """
     rotary = (head_dim if rotary_dim is None else rotary_dim) if cos is not None else 0
     problems = [

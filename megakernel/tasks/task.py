@@ -129,7 +129,7 @@ class Task(ABC):
     fields: ClassVar[Struct]  # the record's payload
     awaits_values: ClassVar[bool] = False  # its device half can wait for such elements, see `by_value`
     idles: ClassVar[bool] = False  # a device may leave its records out of a step in which they have nothing to do
-    repeats: ClassVar[bool] = False  # what a worker finds out about a tile in one layer holds for the same tile in the next
+    repeats: ClassVar[bool] = False  # what a worker finds out about a tile holds for the same tile in the next layer
 
     @staticmethod
     @abstractmethod

@@ -75,7 +75,7 @@ def test_balanced_pays_back_an_uneven_node() -> None:
 
 
 def test_attention_is_placed_in_each_layer_as_in_the_one_before() -> None:
-    """So that what a worker knows of its tile's pages holds for all layers; and no worker has two tiles. Others rotate."""
+    """So that what a worker knows of its tile's pages holds for all layers; no worker has two tiles. Others rotate."""
     plan = make_plan(shape_config("llama-3.2-1b"), find_target("sm_90a"), max_context=512, max_slots=1)
     nodes = plan.schedule.nodes
     layers: dict[str, dict[int, list[tuple[int, int, int]]]] = {"attention": {}, "matmul": {}}
