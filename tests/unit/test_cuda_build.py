@@ -86,8 +86,8 @@ def test_matrix_cores_and_asynchronous_copies(name: str, tmp_path: Path) -> None
 
 @needs_wheels
 def test_what_one_row_runs_in_every_layer_keeps_everything_in_registers(tmp_path: Path) -> None:
-    """Local memory beside a whole block's shared memory has next to no cache: one spill is a trip to the L2. And records
-    are read as shared memory: a load that has to find out where it goes takes longer."""
+    """Local memory beside a whole block's shared memory has next to no cache: one spill is a trip to the L2. And
+    records are read as shared memory: a load that has to find out where it goes takes longer."""
     code = machine_code("sm_90a", tmp_path)
     hot = ("consume_rowI", "load_rowI", "store_rowsI", "produce_rows", "AttentionI", "CombineI")
     for start, size in _functions(built("sm_90a")[0], hot):
