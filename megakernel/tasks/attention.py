@@ -161,7 +161,8 @@ def node(
 
     Tensors: `qkv`, `partials` and, where edges are by value, the `output` of the combine that follows (see the
     module). Weights: `cos`, `sin` f32 [positions][rotary_dim / 2], both or neither; `q_gamma`, `k_gamma` f32
-    [head_dim]. `max_pieces` is max_context / piece_tokens rounded up. Raises LoweringError for sizes that do not divide.
+    [head_dim]. `max_pieces` is max_context / piece_tokens rounded up. Raises LoweringError for sizes that do not
+    divide.
     """
     rotary = (head_dim if rotary_dim is None else rotary_dim) if cos is not None else 0
     problems = [
