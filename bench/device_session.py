@@ -111,8 +111,8 @@ def check_one(name: str) -> None:
                 f"nan {np.isnan(got).any()}",
                 flush=True,
             )
-            if error.max() > 0.05 and length <= 40:
-                find_bad(run, graph, weights, ids)
+            if error.max() > 0.05:
+                print("    WRONG; tests/gpu/test_acceptance.py names the first task that is off", flush=True)
         prompts = [[int(i) for i in rng.integers(0, program.manifest.vocab, n)] for n in (5, 17, 40, 1)]
         alone = [generate(run, [p], 24)[0] for p in prompts]
         print(
@@ -124,16 +124,6 @@ def check_one(name: str) -> None:
         print("  FAULT", e)
     finally:
         run.close()
-
-
-def find_bad(run: Runtime, graph: Any, weights: Any, ids: Sequence[int]) -> None:
-    """Relative error of every stored tensor after the last step, against the interpreter."""
-    want = graph.interpret(weights, ids, keep="all")
-    for t in run.manifest.tensors:
-        if t.name in want and t.dtype == "f32":
-            got = run.tensor(t.name)[0]
-            ref = want[t.name].numpy()[-1]
-            print(f"    {t.name}: {np.linalg.norm(got - ref) / np.linalg.norm(ref):.2e}  nan {np.isnan(got).sum()}")
 
 
 def random_pack(manifest: Manifest, target: Any, read: Any, write: Any, progress: Any = None) -> None:
