@@ -87,6 +87,14 @@ class TimelineError(MegakernelError):
     """A timeline cannot be read or asked for what it has not: damaged file, another version, unknown step."""
 
 
+class RankLost(MegakernelError):
+    """The process of one of several devices is gone."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        self.rank = rank
+        super().__init__(text)
+
+
 class Cancelled(MegakernelError):
     """The request was cancelled before it finished."""
 
@@ -132,6 +140,7 @@ class FaultReport:
     step: int
     producers: tuple[str, ...] = ()
     detail: str = ""
+    device: str = ""  # which of several that run the model together
 
 
 class DeviceFault(MegakernelError):
@@ -144,6 +153,8 @@ class DeviceFault(MegakernelError):
             f"{r.kind}: task {r.task} of node {r.node}, tile {r.tile}, worker {r.worker} ({r.role}), "
             f"step {r.step}, counter {r.counter}: value {r.value}, target {r.target}"
         )
+        if r.device:
+            text = f"device {r.device}: {text}"
         if r.producers:
             text += "; should have been signalled by " + ", ".join(r.producers[:6])
         if r.detail:

@@ -28,6 +28,8 @@ def decode_fault(raw: Mapping[str, int], program: Program, counters: Counters | 
     details = [f"record {raw['record']} of its queue, {variant}"]
     if counters is not None and kind in (FaultKind.WAIT_BUDGET, FaultKind.HEADER_BUDGET):
         details += missing_signals(program, counters, raw["step"])
+    if kind is FaultKind.PEER_BUDGET:
+        details.append(_peer(program, raw))
     return FaultReport(
         kind=kind.name.lower().replace("_", " "),
         task=node.task if node else variant,
@@ -41,6 +43,20 @@ def decode_fault(raw: Mapping[str, int], program: Program, counters: Counters | 
         step=raw["step"],
         producers=producers_of(program, raw["counter"]),
         detail="; ".join(details),
+    )
+
+
+def _peer(program: Program, raw: Mapping[str, int]) -> str:
+    """Which peer did not send what."""
+    m = program.manifest
+    index = raw["counter"] - m.counter_count
+    if not 0 <= index < len(m.exchanges) * m.ranks:
+        return f"rank {m.rank} waits for rank 0 to say what the next step computes"
+    exchange, sender = m.exchanges[index // m.ranks], index % m.ranks
+    sent = raw["value"] - (raw["step"] - 1) * (raw["target"] // max(1, raw["step"]))
+    return (
+        f"rank {m.rank} waits for rank {sender}, which has sent {sent} of {raw['target'] // max(1, raw['step'])} tiles of "
+        f"its part of {exchange}"
     )
 
 

@@ -38,6 +38,7 @@ class WeightSlice:
 
     stride: when above 0, only the first `block` rows of every `stride` rows from `start` on (heads of a fused tensor).
     transposed: the tensor is stored as [k, n] and rows are those of its transpose.
+    first_col, stop_col: only these columns of the rows; stop_col 0: all. A slice that names no tensor is zeros.
     """
 
     tensor: str
@@ -46,6 +47,8 @@ class WeightSlice:
     block: int = 0
     stride: int = 0
     transposed: bool = False
+    first_col: int = 0
+    stop_col: int = 0
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The rows as contiguous half-open ranges."""

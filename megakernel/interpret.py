@@ -31,7 +31,8 @@ class Interpreter:
     weights: checkpoint tensor name -> numpy array or torch tensor of any float dtype; each is asked for once and kept
     as float32, or with `forget` asked for again in every step and kept only until its last use. device: torch's.
     dtype: "float32", or "bfloat16" for what a torch module in that type computes: its products and sums are rounded to
-    it, norms, rotations and softmax are computed in float32.
+    it, norms, rotations and softmax are computed in float32. exchange: of the graph of one rank of several, gives an
+    all_reduce's or all_gather's output for this rank's part.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class Interpreter:
         device: str = "cpu",
         dtype: str = "float32",
         forget: bool = False,
+        exchange: Callable[[Node, Any], Any] | None = None,
     ) -> None:
+        self._exchange = exchange
         self._torch = _torch()
         self._device, self._dtype, self._forget = device, getattr(self._torch, dtype), forget
         self.graph = graph
@@ -127,6 +130,8 @@ class Interpreter:
         source = tensor.source
         if source is None:
             raise GraphError(f"tensor {name!r} is used before it is made")
+        if not source.tensor:
+            return self._torch.zeros(tensor.shape, dtype=self._dtype, device=self._device)
         if source.tensor not in self._stored:
             self._stored[source.tensor] = self._weight(self._read(source.tensor))
         whole = self._stored[source.tensor]
@@ -134,6 +139,8 @@ class Interpreter:
         part = rows[source.start : source.stop]
         if source.stride:
             part = self._torch.cat([rows[first:last] for first, last in source.ranges()])
+        if source.stop_col:
+            part = part[:, source.first_col : source.stop_col]
         if tuple(part.shape) != tensor.shape or not self._covers(tensor, whole):
             got = tuple(whole.shape)
             raise GraphError(f"weight {source.tensor!r}: expected {tensor.shape} from row {source.start}, got {got}")
@@ -177,6 +184,8 @@ class Interpreter:
             out = x * float(a["factor"])
         elif node.op == "softcap":
             out = library.tanh(x / a["limit"]) * a["limit"]
+        elif node.op in ("all_reduce", "all_gather") and self._exchange is not None:
+            out = self._exchange(node, x)
         elif node.op in all_operators():
             out = all_operators()[node.op].interpret(library, inputs, a)
         else:

@@ -31,7 +31,7 @@ class Kv:
 def read_kv(runtime: Runtime, pages: Sequence[int], tokens: Sequence[int]) -> Kv:
     """What the pages of a sequence hold for its first tokens, all of which have been computed."""
     m, kind, keys_at, values_at = _sizes(runtime)
-    shape = (m.kv_layers, len(tokens), m.kv_heads, m.head_dim)
+    shape = (m.kv_layers, len(tokens), runtime.kv_heads, m.head_dim)
     keys, values = np.empty(shape, kind), np.empty(shape, kind)
     for index in range(-(-len(tokens) // m.page_tokens)):
         first = index * m.page_tokens
@@ -50,7 +50,7 @@ def write_kv(runtime: Runtime, kv: Kv, places: Sequence[tuple[int, int]]) -> Non
         first = index * m.page_tokens
         count = min(m.page_tokens, len(kv.tokens) - first)
         for layer in range(m.kv_layers):
-            units = np.zeros((m.kv_heads, m.kv_unit_bytes // kind.itemsize), kind)
+            units = np.zeros((runtime.kv_heads, m.kv_unit_bytes // kind.itemsize), kind)
             units[:, keys_at[:count]] = kv.keys[layer, first : first + count].transpose(1, 0, 2)
             units[:, values_at[:count]] = kv.values[layer, first : first + count].transpose(1, 0, 2)
             runtime.set_page(layer, page, units)
@@ -59,7 +59,7 @@ def write_kv(runtime: Runtime, kv: Kv, places: Sequence[tuple[int, int]]) -> Non
 def check_kv(runtime: Runtime, kv: Kv) -> None:
     """Raise InvalidRequest when the tensors are not of this program's shape and type."""
     m, kind, _, _ = _sizes(runtime)
-    shape = (m.kv_layers, len(kv.tokens), m.kv_heads, m.head_dim)
+    shape = (m.kv_layers, len(kv.tokens), runtime.kv_heads, m.head_dim)
     for name, array in (("keys", kv.keys), ("values", kv.values)):
         if array.shape != shape or array.dtype != kind:
             raise InvalidRequest(

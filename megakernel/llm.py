@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.builder.build import Plan, make_plan
+from megakernel.builder.shard import check_ranks
 from megakernel.device.device import Device
 from megakernel.devices import open_device
 from megakernel.engine import Engine, EngineStats
 from megakernel.errors import InvalidRequest
 from megakernel.flow import timeline_of
-from megakernel.opening import build, load, target_of
+from megakernel.opening import build, load, target_of, workers_of_rank
 from megakernel.origin import Progress, open_origin
 from megakernel.output import Encoded, Flow, Output
 from megakernel.probe import forced_logits
@@ -53,6 +54,8 @@ class LLM:
         share_prefixes: bool = True,
         max_step_ms: float | None = None,
         steps_per_launch: int | None = None,
+        tp: int = 1,
+        tp_processes: bool = False,
         chaos: bool = False,
         trace: bool = False,
         settings: Settings | None = None,
@@ -65,12 +68,15 @@ class LLM:
         takes host memory for every position of every slot.
         max_rows: tokens that one step computes; default by the cost model.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
+        tp: devices that run the model together, each with its part of the weights and of the KV cache: GPUs from `device`
+        on, or kernels on the processor, which share its cores out. tp_processes: each but the first in a process.
         trace: the kernel is one that can record its timeline. share_prefixes, max_step_ms: as in `Engine`.
         """
         whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))
         for name, value, low in whole:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise InvalidRequest(f"{name}: expected an integer of at least {low}, got {value!r}")
+        check_ranks(tp)
         self._settings = chosen = settings or read_settings()
         where = open_device(device) if isinstance(device, str) else device
         chosen.say(1, f"device {where.name}: {where.availability().description}")
@@ -78,10 +84,11 @@ class LLM:
         origin = open_origin(model, seed=seed, dtype=dtype, cache=chosen.cache, progress=progress)
         try:
             opened = time.perf_counter()
-            goal = target_of(where, target, workers, chosen)
+            goal = workers_of_rank(target_of(where, target, workers, chosen), tp, workers, chosen)
             options: dict[str, Any] = {
                 "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
                 "max_rows": max_rows, "policy": policy, "inputs": inputs, "hidden": hidden,
+                "tp": tp,
             }  # fmt: skip
             self.program = build(origin, goal, where, chosen, progress, **options, chaos=chaos, trace=trace)
             config = dict(origin.config)
@@ -89,7 +96,10 @@ class LLM:
             self._model, self._device = str(model), where.availability().description
             self._options = {**options, "workers": goal.workers}
             built = time.perf_counter()
-            runtime = load(self.program, where, origin, chosen, kv_pages=kv_pages, progress=progress)
+            runtime = load(
+                self.program, where, origin, chosen, kv_pages=kv_pages, progress=progress,
+                processes=str(model) if tp_processes else None, seed=seed,
+            )  # fmt: skip
         finally:
             origin.close()
         loaded = time.perf_counter()

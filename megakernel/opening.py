@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megakernel.builder.build import build_program
+from megakernel.builder.build import build_program, rank_program
 from megakernel.builder.program import Program
 from megakernel.device.device import Device
 from megakernel.devices import find_device, list_devices, open_device
 from megakernel.errors import DeviceUnavailable
 from megakernel.origin import Origin, Progress, open_origin
+from megakernel.ranks import LocalRank, Member, ProcessRank, Ranks, rank_devices
 from megakernel.runtime import Runtime
 from megakernel.settings import Settings, read_settings
 from megakernel.target import Target, find_target
@@ -28,10 +30,12 @@ def compile(
     max_rows: int | None = None,
     workers: int | None = None,
     policy: str = "balanced",
+    tp: int = 1,
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Build the program of a model for `target` (whose hardware need not be here), or for `device`, or for the CPU.
+    `tp`: devices that run it together; the program is that of rank 0.
 
     Raises TargetError, CheckpointError, LoweringError, ScheduleError, BuildError, NoCompiler."""
     chosen = settings or read_settings()
@@ -40,7 +44,7 @@ def compile(
     try:
         return build(
             origin, goal, where, chosen, progress, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots,
-            max_context=max_context, max_rows=max_rows, policy=policy, chaos=False,
+            max_context=max_context, max_rows=max_rows, policy=policy, tp=tp, chaos=False,
         )  # fmt: skip
     finally:
         origin.close()
@@ -90,6 +94,13 @@ def build(
     return build_program(origin.config, target, device, cache=settings.cache, name=origin.name, progress=say, **options)
 
 
+def workers_of_rank(target: Target, tp: int, workers: int | None, settings: Settings) -> Target:
+    """The target of each of `tp` devices: processors share their cores out, unless the user has said how many."""
+    if tp == 1 or target.backend != "cpu" or workers is not None or settings.workers:
+        return target
+    return target.with_workers(max(1, target.workers // tp))
+
+
 def load(
     program: Program,
     device: Device,
@@ -98,8 +109,14 @@ def load(
     *,
     kv_pages: int | None = None,
     progress: Progress | None = None,
+    processes: str | None = None,
+    seed: int = 0,
+    devices: Sequence[Device] | None = None,
 ) -> Runtime:
-    """Allocate and pack; `progress` gets stage "pack" with bytes."""
+    """Allocate and pack; `progress` gets stage "pack" with bytes. Of a program of several ranks all are loaded.
+
+    processes: the model's name, when every other rank is to be a process of its own, which opens it with `seed`.
+    devices: one for each rank; default: `device` and those after it."""
     done, total = 0, program.manifest.weights_bytes
 
     def count(written: int) -> None:
@@ -108,6 +125,37 @@ def load(
         if progress:
             progress("pack", done, total)
 
-    return Runtime(
-        program, device, origin.read, kv_pages=kv_pages, spin_budget_ns=settings.spin_budget_ns, progress=count
-    )
+    options: dict[str, Any] = {"kv_pages": kv_pages, "spin_budget_ns": settings.spin_budget_ns}
+    m = program.manifest
+    if m.ranks == 1:
+        return Runtime(program, device, origin.read, **options, progress=count)
+    where = list(devices or rank_devices(device, m.ranks, list_devices))
+    others: list[Member] = []
+    started: list[ProcessRank] = []
+    first: Ranks | None = None
+    try:
+        programs = [rank_program(program, origin.config, _built_for(program, device), r) for r in range(m.ranks)]
+        for rank in range(1, m.ranks if processes else 1):  # they load while rank 0 does
+            spec = {"program": programs[rank], "model": processes, "seed": seed, "dtype": m.dtype, "cache": settings.cache}
+            started.append(ProcessRank(rank, where[rank], {**spec, **options}))
+        first = Ranks(program, where[0], origin.read, **options, progress=count, shared=bool(processes))
+        for process in started:
+            process.start()
+        for rank in range(1, 1 if processes else m.ranks):
+            runtime = Runtime(programs[rank], where[rank], origin.read, **options, progress=count)
+            others.append(LocalRank(runtime, f"rank {rank} ({where[rank].name})"))
+        others += started
+        first.join(others)
+        return first
+    except BaseException:
+        for rank_ in {id(o): o for o in (*others, *started)}.values():
+            rank_.close()
+        if first is not None:
+            first.close()
+        raise
+
+
+def _built_for(program: Program, device: Device) -> Target:
+    own = device.target
+    m = program.manifest
+    return (own if own.name == m.target else find_target(m.target)).with_workers(m.workers)

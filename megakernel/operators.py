@@ -148,6 +148,20 @@ def _activated(count: int) -> Callable[[Sequence[Shape], Attrs], int]:
     return check
 
 
+def _all_reduce(inputs: Sequence[Shape], attrs: Attrs) -> int:
+    _positive(attrs, "ranks")
+    return _same(1)(inputs, attrs)
+
+
+def _all_gather(inputs: Sequence[Shape], attrs: Attrs) -> int:
+    _positive(attrs, "ranks", "cols")
+    _count(inputs, 1, 1)
+    _activations(*inputs)
+    cols, ranks = int(attrs["cols"]), int(attrs["ranks"])
+    _need(inputs[0].cols < cols <= ranks * inputs[0].cols, f"a part of {cols} columns, {ranks} of which cover it", *inputs)
+    return cols
+
+
 OPERATORS: dict[str, Callable[[Sequence[Shape], Attrs], int]] = {
     "embedding": _embedding,
     "rms_norm": _rms_norm,
@@ -160,5 +174,7 @@ OPERATORS: dict[str, Callable[[Sequence[Shape], Attrs], int]] = {
     "add": _same(2),
     "scale": _same(1, "factor"),
     "softcap": _same(1, "limit"),
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
 }
 """Operator -> columns of its output. Raises GraphError when inputs or attributes do not fit."""

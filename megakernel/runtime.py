@@ -28,8 +28,10 @@ from megakernel.tasks.record import (
     COUNTER_STRIDE,
     FAULT,
     LAUNCH,
+    LINK,
     MAILBOX,
     MAILBOX_ENTRIES,
+    MAX_RANKS,
     NONE,
     RING_ENTRIES,
     SLOT,
@@ -41,6 +43,7 @@ from megakernel.tasks.record import (
 )  # fmt: skip
 
 POISON = 0xFF  # workspace bytes before the first step: NaN in every float format
+CONFIGURED = ("step_budget_ns", "first_chunk", "chaos_seed", "drop_signal")
 MAX_RING_EVENTS_PER_SLOT_STEP = 2  # a token and a cancel
 NUMPY_TYPES: Mapping[str, Any] = {
     "f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16, "u32": np.uint32, "u8": np.uint8,
@@ -65,10 +68,11 @@ class MemoryReport:
     kv: int
     workspace: int
     control: int
+    window: int = 0  # that peers write
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.workspace + self.control
+        return self.weights + self.kv + self.workspace + self.control + self.window
 
 
 def memory_of(manifest: Manifest, kv_pages: int) -> MemoryReport:
@@ -78,6 +82,7 @@ def memory_of(manifest: Manifest, kv_pages: int) -> MemoryReport:
         kv=manifest.kv_layers * kv_pages * manifest.kv_heads * manifest.kv_unit_bytes,
         workspace=manifest.workspace_bytes * manifest.workspace_copies,
         control=sum(size for _, size, _ in _control_buffers(manifest)),
+        window=manifest.window_bytes,
     )
 
 
@@ -89,7 +94,7 @@ def _control_buffers(m: Manifest) -> tuple[tuple[str, int, bool], ...]:
         ("queues", m.workers * m.queue_length * 128, False),
         ("counters", max(1, m.counter_count) * COUNTER_STRIDE * 8, False),
         ("headers", 2 * step_header(row_capacity(m.max_rows)).size, False),
-        ("launch", LAUNCH.size, False),
+        ("launch", LAUNCH.size + (LINK.size if m.ranks > 1 else 0), False),
         ("slots", m.max_slots * SLOT.size, False),
         ("page_table", m.max_slots * m.pages_per_slot * 4, False),
         ("tokens", m.max_slots * m.max_context * 4, True),
@@ -114,8 +119,11 @@ class Runtime:
         kv_pages: int | None = None,
         spin_budget_ns: int = 10_000_000_000,
         progress: Progress | None = None,
+        shared: bool = False,
     ) -> None:
-        """`read` gives checkpoint tensors; `kv_pages` defaults to every slot's full context.
+        """A program of several ranks is `connect`ed before its first launch; `shared`: to other processes.
+
+        `read` gives checkpoint tensors; `kv_pages` defaults to every slot's full context.
 
         Raises CapacityError when memory is short, ProgramError when the device is not the program's, CheckpointError
         when a weight is bad."""
@@ -132,11 +140,16 @@ class Runtime:
         self._recorder: Recorder | None = None
         self._recorded: Recording | None = None  # one that a reset ended
         self._buffers: dict[str, Buffer] = {}
+        self._window: Buffer | None = None
+        self._peers: list[Buffer] = []  # windows of all ranks, where they were opened by handles
+        self._link = b""
         self._executable: Executable | None = None
         self._step = self._seen = self._posted = 0
         self.target = _target_of(program, device)
         try:
             self._allocate()
+            if m.ranks > 1:
+                self._window = device.allocate_window(m.window_bytes, shared)
             write = self._buffers["weights"]
             pack_weights(m, self.target, read, lambda at, data: device.upload(write, at, data), progress)
             device.upload(self._buffers["queues"], 0, np.ascontiguousarray(program.records).view(np.uint8).reshape(-1))
@@ -176,7 +189,71 @@ class Runtime:
         for name in ("kv", *(n for n, _, _ in _control_buffers(self.manifest) if n != "queues")):
             if not (fresh and self._buffers[name].zeroed):
                 self.device.fill(self._buffers[name], 0)
+        if self._window is not None:
+            self.device.fill(self._window, 0)
+        if self._link:
+            self.device.upload(self._buffers["launch"], LAUNCH.size, np.frombuffer(self._link, np.uint8))
         self._step = self._seen = self._posted = 0
+
+    # ------------------------------------------------------------------------------------------ peers
+    @property
+    def window(self) -> Buffer:
+        """The memory that peers write, of a program of several ranks."""
+        assert self._window is not None
+        return self._window
+
+    def connect(self, windows: Sequence[int]) -> None:
+        """Tell the kernel where this device sees the window of each rank. Before the first launch."""
+        padded = [*windows, *([0] * (MAX_RANKS - len(windows)))]
+        self._link = LINK.pack({"window": padded, "rank": self.manifest.rank})
+        self.device.upload(self._buffers["launch"], LAUNCH.size, np.frombuffer(self._link, np.uint8))
+
+    def window_handle(self) -> bytes:
+        """What another process opens this device's window by."""
+        return self.device.window_handle(self.window)
+
+    def open_windows(self, handles: Sequence[bytes]) -> None:
+        """`connect` to the windows of other processes, by rank; that of the own rank is not looked at."""
+        m = self.manifest
+        for rank, handle in enumerate(handles):
+            own = rank == m.rank
+            self._peers.append(self.window if own else self.device.open_window(handle, m.window_bytes))
+        self.connect([b.address for b in self._peers])
+
+    def seal_window(self) -> None:
+        """Every peer has opened it."""
+        self.device.seal_window(self.window)
+
+    def configure(self, values: Mapping[str, int]) -> None:
+        """Set what every launch is given: `step_budget_ns`, `first_chunk`, `chaos_seed`, `drop_signal`."""
+        for name, value in values.items():
+            assert name in CONFIGURED, name
+            setattr(self, name, value)
+
+    @property
+    def configuration(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in CONFIGURED}
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a page as `page` gives it."""
+        return self.manifest.kv_heads
+
+    def outcome(self, timeout_s: float = 3600.0) -> LaunchReport | FaultReport:
+        """As `finish`; a fault is returned."""
+        try:
+            return self.finish(timeout_s)
+        except DeviceFault as fault:
+            return fault.report
+
+    def abort(self) -> None:
+        """Make a running launch end without a report of its own: a peer has failed."""
+        offset = dict(zip((f.name for f in LAUNCH.fields), LAUNCH.offsets))["abort"]
+        self.device.upload(self._buffers["launch"], offset, np.ones(1, np.uint32))
+
+    def ended(self) -> bool:
+        """Whether a launch that should run has stopped by a fault."""
+        return not self._exe.running() and int(self._shared("fault", FAULT.dtype)["kind"][0]) != FaultKind.NONE
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """A copy of a workspace tensor, [rows, cols]. Meaningful between launches, until its buffer is reused."""
@@ -400,6 +477,12 @@ class Runtime:
         for buffer in self._buffers.values():
             self.device.free(buffer)
         self._buffers = {}
+        if self._window is not None:
+            for buffer in self._peers:
+                if buffer is not self._window:
+                    self.device.free(buffer)
+            self.device.free(self._window)
+            self._window, self._peers = None, []
 
     @property
     def _exe(self) -> Executable:

@@ -18,6 +18,7 @@ from megakernel.builder.lower import Limits, Lowered, lower
 from megakernel.builder.memory import MemoryPlan, plan
 from megakernel.builder.program import FORMAT, Manifest, NodeInfo, Program, WorkspaceTensor
 from megakernel.builder.rows import default_rows, row_flops
+from megakernel.builder.shard import shard
 from megakernel.device.device import Device, KernelSource
 from megakernel.errors import CapacityError, LoweringError, ProgramError
 from megakernel.graph import LOGITS, Graph
@@ -47,6 +48,7 @@ class Plan:
     limits: Limits
     target: Target
     keeps_tensors: bool = False
+    rank: int = 0
 
 
 def build_graph(config: Mapping[str, Any]) -> Graph:
@@ -55,9 +57,9 @@ def build_graph(config: Mapping[str, Any]) -> Graph:
     return graph
 
 
-def make_plan(config: Mapping[str, Any], target: Target, **options: Any) -> Plan:
-    """`plan_graph` of a configuration's graph, with the same options."""
-    return plan_graph(build_graph(config), target, **options)
+def make_plan(config: Mapping[str, Any], target: Target, *, tp: int = 1, rank: int = 0, **options: Any) -> Plan:
+    """`plan_graph` of a configuration's graph, with the same options; of `tp` devices the plan of that rank."""
+    return replace(plan_graph(shard(build_graph(config), rank, tp), target, **options), rank=rank)
 
 
 def plan_graph(
@@ -124,6 +126,7 @@ def build_program(
     keep_tensors: bool = False,
     inputs: bool = False,
     hidden: bool = False,
+    tp: int = 1,
     chaos: bool = False,
     trace: bool = False,
     progress: Progress | None = None,
@@ -131,17 +134,34 @@ def build_program(
     """Build a program for `target` with the compiler of `device` (which need not have its hardware here).
 
     `config`: Hugging Face keys, as in `Checkpoint.config`. `max_context` defaults to 4096 or the model's own limit if
-    that is less, `max_rows` to what the cost model says. `cache`: folder of compiled kernels. Raises LoweringError,
+    that is less, `max_rows` to what the cost model says. `tp`: devices that run the model together; the program is that
+    of rank 0, and `rank_program` makes the others of it. `cache`: folder of compiled kernels. Raises LoweringError,
     ScheduleError, BuildError, NoCompiler.
     """
     options: dict[str, Any] = {
         "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
         "max_rows": max_rows, "policy": policy, "keep_tensors": keep_tensors, "inputs": inputs, "hidden": hidden,
+        "tp": tp,
     }  # fmt: skip
     return _built(
         dict(config), lambda: make_plan(config, target, **options), target, device, cache, name, options,
         {"chaos": chaos, "trace": trace}, progress,
     )  # fmt: skip
+
+
+def rank_program(program: Program, config: Mapping[str, Any], target: Target, rank: int) -> Program:
+    """The program of another rank: the same kernel, queues and memory, with other slices of the weights."""
+    m = program.manifest
+    if rank == m.rank:
+        return program
+    limits = Limits(
+        DType(m.dtype), DType(m.kv_dtype), m.max_slots, m.max_context, m.max_rows, m.input_cols > 0, m.hidden_cols > 0
+    )
+    lowered = lower(shard(build_graph(config), rank, m.ranks), target, limits)
+    places = [(w.name, w.offset, w.bytes) for w in lowered.weights]
+    if places != [(w.name, w.offset, w.bytes) for w in m.weights]:
+        raise ProgramError(f"program {m.name}: the weights of rank {rank} lie elsewhere than those of rank {m.rank}")
+    return replace(program, manifest=replace(m, rank=rank, weights=lowered.weights))
 
 
 def build_graph_program(
@@ -289,6 +309,10 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         input_cols=made.graph.config.hidden if limits.inputs else sum(t.cols for t in made.graph.inputs),
         hidden_cols=made.graph.config.hidden if limits.hidden else 0,
         output_cols=0 if made.graph.output == LOGITS else sum(low.tensors[t].cols for t in made.graph.outputs),
+        ranks=low.ranks,
+        rank=made.rank,
+        window_bytes=low.window_bytes,
+        exchanges=low.exchanges,
         paced=any(isinstance(n.variant, AdvanceConfig) and n.variant.paced for n in low.nodes),
         row_flops=row_flops(low.nodes, context_of(limits)),
     )

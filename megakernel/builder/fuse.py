@@ -97,6 +97,20 @@ class FusedAttention:
 
 
 @dataclass(frozen=True)
+class FusedExchange:
+    """`residual + scale * sum of every rank's input`; with `join` their inputs side by side, for the sampled rows."""
+
+    name: str
+    input: str
+    output: str
+    layer: int
+    ranks: int
+    join: bool = False
+    residual: str | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class FusedOperator:
     """An operator that a task declares for itself."""
 
@@ -108,7 +122,7 @@ class FusedOperator:
     attrs: Mapping[str, Any]
 
 
-Fused = FusedEmbedding | FusedMatmul | FusedNorm | FusedAttention | FusedOperator
+Fused = FusedEmbedding | FusedMatmul | FusedNorm | FusedAttention | FusedExchange | FusedOperator
 
 
 def fuse(graph: Graph) -> tuple[Fused, ...]:
@@ -130,7 +144,8 @@ class _Head:
 
 
 class _Fuser:
-    """Values wait until a reader decides what computes them: `linears`, `norms`, `scales` and `heads` by their name."""
+    """Values wait until a reader decides what computes them: `linears`, `norms`, `scales`, `sums` (over ranks) and
+    `heads` by their name."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -141,9 +156,12 @@ class _Fuser:
         self.norms: dict[str, tuple[Node, Norm]] = {}
         self.linears: dict[str, Node] = {}
         self.scales: dict[str, Node] = {}
+        self.sums: dict[str, Node] = {}
         self.heads: dict[str, _Head] = {}
         self.made: set[str] = {t.name for t in graph.inputs}
         self.out: list[Fused] = []
+        maker = graph.producer(LOGITS) if graph.output == LOGITS else None
+        self.logits = maker.inputs[0] if maker and maker.op == "all_gather" else LOGITS  # what the head's product is called
 
     def run(self) -> tuple[Fused, ...]:
         for node in self.graph.nodes:
@@ -156,7 +174,7 @@ class _Fuser:
             self._head(output)
         for name in self.graph.outputs:
             self._store(name)
-        left = [*self.linears, *self.heads]
+        left = [*self.linears, *self.heads, *self.sums]
         if left:
             raise LoweringError(f"no task computes {', '.join(left)}: it is not part of a pattern that is known")
         return tuple(self.out)
@@ -191,15 +209,26 @@ class _Fuser:
         self.linears[node.output] = node
 
     def _scale(self, node: Node) -> None:
-        if node.output == self.graph.output == LOGITS:
+        if self.graph.output == LOGITS and node.output == self.logits:
             self._head(node.inputs[0], scale=float(node.attrs["factor"]))
         else:
             self.scales[node.output] = node
 
     def _softcap(self, node: Node) -> None:
-        if node.output != self.graph.output or node.output != LOGITS:
+        if self.graph.output != LOGITS or node.output != self.logits:
             raise LoweringError(f"node {node.name}: softcap is computed on the logits only, right after their linear")
         self._head(node.inputs[0], softcap=float(node.attrs["limit"]))
+
+    def _all_reduce(self, node: Node) -> None:
+        self.sums[node.output] = node
+
+    def _all_gather(self, node: Node) -> None:
+        if node.output != LOGITS:
+            raise LoweringError(f"node {node.name}: only the logits are joined from the ranks")
+        if node.inputs[0] not in self.made:
+            self._head(node.inputs[0])
+        ranks = int(node.attrs["ranks"])
+        self._emit(FusedExchange(node.name, node.inputs[0], node.output, node.layer, ranks, join=True))
 
     def _rope(self, node: Node) -> None:
         self.heads[node.output] = replace(self._head_of(node.inputs[0], node), rope=node.attrs["spec"])
@@ -268,13 +297,14 @@ class _Fuser:
             return False
         if name in self.scales:
             return self._waits(self.scales[name].inputs[0]) or self.scales[name].inputs[0] in self.made
-        return name in self.linears or name in self.norms
+        return name in self.linears or name in self.norms or name in self.sums
 
     def _store(self, name: str) -> None:
         """Compute a value that still waits, into a tensor of its own."""
         if name in self.made:
             return
-        if name in self.heads or not (name in self.linears or name in self.norms or name in self.scales):
+        waiting = (self.linears, self.norms, self.scales, self.sums)
+        if name in self.heads or not any(name in values for values in waiting):
             raise LoweringError(f"{name!r} is used outside an attention, or nothing makes it; no task computes that")
         node = self.graph.producer(name)
         assert node is not None
@@ -292,6 +322,16 @@ class _Fuser:
             epilogue = "store" if residual is None else "residual"
             self._emit(replace(item, epilogue=epilogue, residual=residual, scale=scale))
             return
+        if base in self.sums and (base == name or self.uses[base] == 1):
+            part = self.sums.pop(base)
+            self._store(part.inputs[0])
+            ranks = int(part.attrs["ranks"])
+            self._emit(
+                FusedExchange(
+                    target.name, part.inputs[0], target.output, target.layer, ranks, residual=residual, scale=scale
+                )
+            )
+            return
         norms: tuple[Norm, ...] = ()
         if base in self.norms and base not in self.made:
             node, norm = self.norms[base]
@@ -304,7 +344,7 @@ class _Fuser:
         if name not in self.linears or self.uses[name] != 1:
             raise LoweringError(f"the logits come from {name!r}, which is no linear of its own")
         node = self.linears.pop(name)
-        item = self._matmul(node.name, (node,), self.graph.output, -1)
+        item = self._matmul(node.name, (node,), self.logits, -1)
         self._emit(replace(item, sampled=True, scale=scale, softcap=softcap))
 
     def _head_of(self, name: str, reader: Node) -> _Head:

@@ -32,10 +32,12 @@ def kernel_source(
     outside = sorted(str(path) for path in halves if path.parent != TASKS_FOLDER)
     files = sorted({path.stem for path in halves if path.parent == TASKS_FOLDER} | LANGUAGE_MODEL)
     variants = variants_of(nodes)
+    ranks = next((n.sizes["ranks"] for n in nodes if n.task.sends(n) is not None), 1)
     lines = [
         "// Generated: a list of task variants. The algorithms are in the headers.",
         f'#include "{ABI_HEADER}"',
         f'#include "megakernel/device/{target.backend}.h"',
+        *([f'#include "megakernel/device/{target.backend}_peer.h"'] if ranks > 1 else []),
         *(f'#include "megakernel/tasks/{name}.cuh"' for name in files),
         *(f'#include "{path}"' for path in outside),
         "#include MEGAKERNEL_DRIVER",  # of the device: how its workers play their roles
@@ -48,4 +50,5 @@ def kernel_source(
         "MEGAKERNEL_ENTRY(megakernel::tasks::Tasks)",
         "",
     ]
-    return KernelSource("\n".join(lines), {ABI_HEADER: c_header(all_fields(), capacity)}, target, chaos, trace)
+    header = c_header(all_fields(), capacity, ranks)
+    return KernelSource("\n".join(lines), {ABI_HEADER: header}, target, chaos, trace)

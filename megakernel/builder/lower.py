@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megakernel.builder.fuse import FusedAttention, FusedEmbedding, FusedMatmul, FusedNorm, FusedOperator, Norm, fuse
+from megakernel.builder.exchange import Exchanges
+from megakernel.builder.fuse import (
+    FusedAttention,
+    FusedEmbedding,
+    FusedExchange,
+    FusedMatmul,
+    FusedNorm,
+    FusedOperator,
+    Norm,
+    fuse,
+)
 from megakernel.builder.heads import HeadOrder, head_orders
 from megakernel.builder.layout import weight_layout
 from megakernel.builder.memory import TensorSize
@@ -15,7 +25,7 @@ from megakernel.builder.program import PackedWeight, WeightPart
 from megakernel.errors import LoweringError
 from megakernel.graph import LOGITS, Graph, RopeSpec, Tensor
 from megakernel.target import Target
-from megakernel.tasks import advance, attention, combine, embedding, hidden, input, matmul, norm, output, sample
+from megakernel.tasks import advance, attention, combine, embedding, hidden, input, matmul, norm, output, push, receive, sample
 from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS
 from megakernel.tasks.task import DType, TaskNode, all_operators
 
@@ -57,6 +67,9 @@ class Lowered:
     kv_layers: int
     kv_heads: int
     head_dim: int
+    ranks: int = 1
+    window_bytes: int = 0
+    exchanges: tuple[str, ...] = ()
 
 
 def lower(graph: Graph, target: Target, limits: Limits) -> Lowered:
@@ -100,11 +113,13 @@ class _Lowering:
     kv: tuple[int, int] | None = None  # heads and head_dim, the same in every layer
     heads: dict[str, HeadOrder] = field(default_factory=dict)  # of tensors of q, k and v
     outputs: dict[str, HeadOrder] = field(default_factory=dict)  # of padded outputs of attentions
+    exchanges: Exchanges = field(default_factory=Exchanges)
 
     def run(self) -> Lowered:
         self._inputs()
         fused = fuse(self.graph)
         self.heads, self.outputs = head_orders(fused, self.target)
+        self.exchanges = Exchanges.of(fused, self.graph, self.limits.max_rows, self.limits.sampled_rows)
         for item in fused:
             if isinstance(item, FusedEmbedding):
                 self._embedding(item)
@@ -112,12 +127,14 @@ class _Lowering:
                 self._matmul(item)
             elif isinstance(item, FusedNorm):
                 self._norm(item)
+            elif isinstance(item, FusedExchange):
+                self._exchange(item)
             elif isinstance(item, FusedOperator):
                 lower_it = all_operators()[item.op].lower
                 self.nodes.append(lower_it(item.name, item.inputs, item.output, item.attrs, _Place(self)))
             else:
                 self._attention(item)
-            if isinstance(item, FusedMatmul) and item.output == LOGITS and self.limits.hidden:
+            if isinstance(item, FusedMatmul) and item.sampled and self.limits.hidden:
                 self._hidden(item)
         if self.graph.output == LOGITS:
             self._sampling()
@@ -130,7 +147,8 @@ class _Lowering:
             tuple(self.nodes), self.tensors, tuple(self.weights), max(self.at, ALIGN), int(streamed),
             tuple(asdict(r) for r in self.ropes), pages, self._piece(pages, head_dim),
             self._pieces(pages, head_dim),
-            self.kv_layers, kv_heads, head_dim,
+            self.kv_layers, kv_heads, head_dim, self.exchanges.ranks, self.exchanges.window_bytes,
+            self.exchanges.names,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ nodes
@@ -256,6 +274,24 @@ class _Lowering:
         )  # fmt: skip
         self.kv_layers += 1
 
+    def _exchange(self, item: FusedExchange) -> None:
+        number = self.exchanges.names.index(item.name)
+        part, cols, ranks = self.tensors[item.input], self.graph.tensor(item.output).cols, item.ranks
+        rows = self.limits.sampled_rows if item.join else self.limits.max_rows
+        sent = push.node(
+            f"{item.name}.push", cols=part.cols, input=item.input, exchange=number,
+            buffer=self.exchanges.buffers[number], rows=rows, ranks=ranks,
+            tile_cols=norm_tile(self.target, part.cols), sampled=item.join, layer=item.layer,
+        )  # fmt: skip
+        self.nodes.append(sent)
+        self._tensor(item.output, cols, rows if item.join else None)
+        self.nodes.append(
+            receive.node(
+                item.name, sent=sent, cols=cols, output=item.output, ranks=ranks, residual=item.residual,
+                tile_cols=norm_tile(self.target, cols), scale=item.scale, layer=item.layer,
+            )
+        )  # fmt: skip
+
     def _hidden(self, head: FusedMatmul) -> None:
         """Export what the head multiplies, after its norm, which the head itself does not store."""
         source = head.input
@@ -271,15 +307,22 @@ class _Lowering:
         self.tensors["sample.result"] = TensorSize(rows, SAMPLE_RESULT.size, "u8")
         logits = self.tensors[self.graph.output]
         # Behind the logits: of each sampled row and worker its largest one, 16 bytes.
+        linked = self.exchanges.ranks > 1
         best = -(-rows * self.target.workers * 16 // (4 * vocab)) if self.target.value_edges else 0
-        self.tensors[self.graph.output] = TensorSize(logits.rows + best, logits.cols, logits.dtype, keep=True)
+        for name in {self.graph.output, self.exchanges.logits} if linked else {self.graph.output}:
+            size = self.tensors[name]  # of a part as well: who finds the largest reckons with the whole vocabulary
+            need = -(-(logits.rows + best) * vocab // size.cols) if best else size.rows
+            self.tensors[name] = TensorSize(need, size.cols, size.dtype, keep=True)
         self.nodes.append(
             sample.node("sample", vocab=vocab, logits=self.graph.output, scaled="sample.scaled", result="sample.result",
                         max_rows=rows)
         )  # fmt: skip
         paced, inputs = self.target.backend == "cpu", self.limits.inputs
         self.nodes.append(
-            advance.node("advance", result="sample.result", logits=self.graph.output, inputs=inputs, paced=paced)
+            advance.node(
+                "advance", result="sample.result", logits=None if linked else self.graph.output, inputs=inputs,
+                paced=paced, linked=linked,
+            )
         )
 
     # ------------------------------------------------------------------------------------------ parts
@@ -390,4 +433,7 @@ def _parts(tensor: Tensor, order: HeadOrder | None = None) -> tuple[WeightPart, 
     if source is None:
         raise LoweringError(f"{tensor.name} is not a weight of the checkpoint")
     heads = (order.size, order.half, order.padded) if order else ()
-    return tuple(WeightPart(source.tensor, first, last, source.transposed, *heads) for first, last in source.ranges())
+    cols = {"first_col": source.first_col, "stop_col": source.stop_col}
+    return tuple(
+        WeightPart(source.tensor, first, last, source.transposed, *heads, **cols) for first, last in source.ranges()
+    )

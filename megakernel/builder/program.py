@@ -27,7 +27,7 @@ class WeightPart:
 
     head: the rows come in heads of so many, each of which takes `padded` rows, the last of them zero. half: rows `i`
     and `i + half` of a head are put side by side, i < half. 0: as they are stored.
-    A part of a vector that names no tensor is zeros.
+    first_col, stop_col: only these columns; stop_col 0: all. A part of a vector that names no tensor is zeros.
     """
 
     tensor: str
@@ -37,6 +37,8 @@ class WeightPart:
     head: int = 0
     half: int = 0
     padded: int = 0
+    first_col: int = 0
+    stop_col: int = 0
 
     def rows(self, stored: int) -> int:
         """Rows that `stored` rows take."""
@@ -150,6 +152,10 @@ class Manifest:
     hidden_cols: int = 0  # of what the head reads, when it goes out to the host
     output_cols: int = 0  # floats of a row to the host; 0 for a program that gives tokens
     paced: bool = False  # steps share rows evenly among prompts and keep to a budget
+    ranks: int = 1  # devices that run the model together, one program each; records and kernel are the same
+    rank: int = 0  # which of them these weights are for
+    window_bytes: int = 0  # of each device's memory, written by its peers
+    exchanges: tuple[str, ...] = ()  # names, by number
     row_flops: float = 0.0  # floating-point operations of one row, for the cost model
 
     def tensor(self, name: str) -> WorkspaceTensor:
@@ -178,6 +184,7 @@ class Manifest:
             )
             raw["tensors"] = tuple(WorkspaceTensor(**t) for t in raw["tensors"])
             raw["variants"], raw["rope"] = tuple(raw["variants"]), tuple(raw["rope"])
+            raw["exchanges"] = tuple(raw.get("exchanges", ()))
             return Manifest(**raw)
         except (TypeError, KeyError) as e:
             raise ProgramError(f"manifest.json misses or adds a field ({e}); build the program again") from e

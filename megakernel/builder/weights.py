@@ -118,10 +118,11 @@ def _read_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: R
     if p.head:
         return _ordered_rows(weight, part, dtype, rows, read)
     wanted = slice(p.start + rows.start, p.start + rows.stop)
+    cols = slice(p.first_col, p.stop_col or None)
     if p.transposed:
-        data = np.ascontiguousarray(read(p.tensor, dtype, slice(None))[:, wanted].T)
+        data = np.ascontiguousarray(read(p.tensor, dtype, cols)[:, wanted].T)
     else:
-        data = read(p.tensor, dtype, wanted)
+        data = read(p.tensor, dtype, wanted)[:, cols]
     head, padded = weight.col_head or 1, weight.col_padded or 1
     stored = weight.k // padded * head
     if data.shape[1] != stored:

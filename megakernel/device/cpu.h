@@ -229,6 +229,15 @@ struct Worker {
 #endif
   }
 
+  // Of a signal to a peer: a delay, and whether a test wants it lost.
+  MK_INLINE bool loses(uint32_t counter) {
+    if constexpr (kChaos) {
+      delay();
+      return counter == args.drop_signal && __atomic_exchange_n(&host.dropped, 1u, __ATOMIC_RELAXED) == 0;
+    }
+    return false;
+  }
+
   // After a step: its end, and the next header, which one worker published before.
   MK_INLINE void wake_step() {
     host.wake(&launch()->published);
@@ -255,6 +264,17 @@ struct Worker {
     }
     __atomic_store_n(&launch()->exit, uint32_t(abi::ExitReason::kFault), __ATOMIC_RELAXED);
     __atomic_store_n(&launch()->abort, 1u, __ATOMIC_RELEASE);
+  }
+
+  // A random delay: often none, sometimes a pause, rarely the whole core.
+  __attribute__((noinline)) void delay() {
+    random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
+    const uint32_t draw = uint32_t(random_ >> 40);
+    if (draw % 64 == 0) {
+      sched_yield();
+    } else if (draw % 4 == 0) {
+      for (uint32_t i = 0; i < draw / 4 % 512; ++i) pause();
+    }
   }
 
  private:
@@ -307,17 +327,6 @@ struct Worker {
       if (clock_ns() - began < budget) continue;
       fault(kind, record ? record->tile_begin : abi::kNone, counter, value, target);
       return false;
-    }
-  }
-
-  // A random delay: often none, sometimes a pause, rarely the whole core.
-  __attribute__((noinline)) void delay() {
-    random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
-    const uint32_t draw = uint32_t(random_ >> 40);
-    if (draw % 64 == 0) {
-      sched_yield();
-    } else if (draw % 4 == 0) {
-      for (uint32_t i = 0; i < draw / 4 % 512; ++i) pause();
     }
   }
 };

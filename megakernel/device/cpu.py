@@ -42,6 +42,7 @@ ISA_NEEDS = {  # flags as in /proc/cpuinfo
     "cpu-generic": frozenset[str](),
 }
 HUGE_PAGE = 2 << 20
+SHARED_FOLDER = Path("/dev/shm")  # files in memory; the temporary folder where there is none
 
 
 @lru_cache(maxsize=1)
@@ -136,6 +137,7 @@ class _Memory:
 
     pages: mmap.mmap | None
     array: Bytes
+    path: Path | None = None  # of a file that other processes may map
 
 
 class CpuExecutable(Executable):
@@ -252,7 +254,44 @@ class CpuDevice(Device):
         return out
 
     def free(self, buffer: Buffer) -> None:
-        """The memory goes when the last view of it goes."""
+        """The memory goes when the last view of it goes; the name of a shared window at once."""
+        self.seal_window(buffer)
+
+    def seal_window(self, buffer: Buffer) -> None:
+        if isinstance(buffer.owner, _Memory) and buffer.owner.path is not None:
+            buffer.owner.path.unlink(missing_ok=True)
+
+    def allocate_window(self, nbytes: int, shared: bool) -> Buffer:
+        """Of processes: a file in memory, until `free`."""
+        if not shared:
+            return self.allocate(nbytes)
+        folder = SHARED_FOLDER if SHARED_FOLDER.is_dir() and os.access(SHARED_FOLDER, os.W_OK) else None
+        try:
+            number, path = tempfile.mkstemp(prefix="megakernel-", dir=folder)
+            try:
+                os.posix_fallocate(number, 0, nbytes)
+            except OSError:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(number)
+        except OSError as e:
+            raise CapacityError(f"cannot share {nbytes:,} bytes with other processes: {e}") from e
+        return _mapped(Path(path), nbytes)
+
+    def reach(self, peer: Device) -> None:
+        """Threads of one process share its memory."""
+
+    def window_handle(self, buffer: Buffer) -> bytes:
+        assert isinstance(buffer.owner, _Memory) and buffer.owner.path is not None
+        return os.fsencode(buffer.owner.path)
+
+    def open_window(self, handle: bytes, nbytes: int) -> Buffer:
+        try:
+            found = _mapped(Path(os.fsdecode(handle)), nbytes)
+        except OSError as e:
+            raise DeviceUnavailable(f"device {self.name}: the window of a peer cannot be opened: {e}") from e
+        return replace(found, owner=None)
 
 
 def devices() -> list[Device]:
@@ -277,6 +316,14 @@ def _large(size: int) -> _Memory:
     raw = np.frombuffer(pages, np.uint8)
     start = -raw.ctypes.data % HUGE_PAGE
     return _Memory(pages, raw[start : start + size])
+
+
+def _mapped(path: Path, nbytes: int) -> Buffer:
+    """A file's bytes, shared with whoever maps it."""
+    with path.open("r+b") as file:
+        pages = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED)
+    array = np.frombuffer(pages, np.uint8)
+    return Buffer(array.ctypes.data, nbytes, array, _Memory(pages, array, path))
 
 
 def _host(buffer: Buffer) -> Bytes:

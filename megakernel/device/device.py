@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.errors import DeviceUnavailable
 from megakernel.target import Target
 
 Bytes = npt.NDArray[np.uint8]
@@ -133,3 +134,24 @@ class Device(ABC):
 
     @abstractmethod
     def free(self, buffer: Buffer) -> None: ...
+
+    # -------------------------------------------------------------------------------------------- several devices
+    def allocate_window(self, nbytes: int, shared: bool) -> Buffer:
+        """Memory that peers write while kernels run; `shared`: also those of other processes. Raises CapacityError, or
+        DeviceUnavailable where devices of this backend cannot work together."""
+        raise DeviceUnavailable(f"device {self.name}: devices of its backend do not run one model together yet")
+
+    def reach(self, peer: Device) -> None:
+        """Make the windows of a device of this process writable for kernels of this one. Raises DeviceUnavailable."""
+        raise DeviceUnavailable(f"device {self.name}: devices of its backend do not run one model together yet")
+
+    def window_handle(self, buffer: Buffer) -> bytes:
+        """What another process opens a shared window by."""
+        raise DeviceUnavailable(f"device {self.name}: its memory cannot be shared with other processes")
+
+    def seal_window(self, buffer: Buffer) -> None:
+        """Every peer has opened it: no other process can from here on."""
+
+    def open_window(self, handle: bytes, nbytes: int) -> Buffer:
+        """The window of a peer in another process; `free` it. Raises DeviceUnavailable."""
+        raise DeviceUnavailable(f"device {self.name}: its memory cannot be shared with other processes")

@@ -7,6 +7,7 @@ namespace megakernel::tasks {
 struct AdvanceConfig {
   bool inputs = false;
   bool paced = false;
+  bool linked = false;
 };
 
 template <AdvanceConfig kConfig>
@@ -21,6 +22,7 @@ struct Advance {
     if (w.lane() == 0) take_tokens(w, workspace<const abi::SampleResult>(w, f.result));
     w.sync();
     take_commands(w);
+    if (given_up(w)) return;
     if (w.lane() == 0) {
       prepare(w, w.step + 1);
       // Every worker has left this step before the next begins: so a header is never overwritten while it is read.
@@ -35,6 +37,7 @@ struct Advance {
   MK_DEVICE static void begin(Worker& w) {
     const uint64_t reported = launch(w)->ring_written;
     take_commands(w);
+    if (given_up(w)) return;
     if (w.lane() == 0) {
       const uint64_t step = launch(w)->step + 1;
       prepare(w, step);
@@ -45,6 +48,13 @@ struct Advance {
   }
 
  private:
+  // Rank 0 has not decided: no header.
+  template <class W>
+  MK_DEVICE static bool given_up(const W& w) {
+    if constexpr (kConfig.linked && requires { w.failed; }) return w.failed;
+    return false;
+  }
+
   MK_DEVICE static abi::LaunchState* launch(const Worker& w) {
     return at<abi::LaunchState>(w.args.launch);
   }
@@ -130,9 +140,38 @@ struct Advance {
     }
   }
 
+  // How many commands the next header follows. Of several ranks the first decides, so that all make the same header.
+  template <class W>
+  MK_DEVICE static uint64_t commands_now(W& w, const abi::Mailbox* mailbox) {
+    if constexpr (kConfig.linked) {
+      abi::Link* l = link(w);
+      const uint64_t turn = l->turn + 1;
+      w.sync();
+      if (w.lane() == 0) l->turn = turn;
+      if (l->rank == 0) return decide(w, *l, turn, w.broadcast(commands_posted(w, mailbox)));
+      const auto* own = at<const abi::Window>(l->window[l->rank]);
+      if (!await_peer(w, &own->turn, turn, abi::kNone)) return launch(w)->mailbox_taken;
+      if (w.lane() == 0) launch(w)->chunk = own->chunk;
+      return own->posted;
+    } else {
+      return w.broadcast(commands_posted(w, mailbox));
+    }
+  }
+
+  // The host has given a command to every other rank before it is posted to rank 0.
+  MK_DEVICE static uint64_t decide(Worker& w, const abi::Link& l, uint64_t turn, uint64_t posted) {
+    for (uint32_t peer = 1; w.lane() == 0 && peer < abi::kRanks; ++peer) {
+      auto* window = at<abi::Window>(l.window[peer]);
+      window->posted = posted;
+      window->chunk = launch(w)->chunk;
+      dev::store_release_system(&window->turn, turn);  // orders the decision before its number
+    }
+    return posted;
+  }
+
   MK_DEVICE static void take_commands(Worker& w) {
     auto* mailbox = at<abi::Mailbox>(w.args.mailbox);
-    const uint64_t posted = w.broadcast(commands_posted(w, mailbox));
+    const uint64_t posted = commands_now(w, mailbox);
     const uint64_t taken = launch(w)->mailbox_taken;
     for (uint64_t i = taken; i < posted; ++i) {
       const abi::Command& command = mailbox->entry[i % abi::kMailboxEntries];

@@ -12,6 +12,9 @@ A paced program shares the rows that are left evenly among the prompts, so that 
 one, and keeps steps that carry both kinds of rows under `step_budget_ns`: such a step has at most `chunk` prompt rows,
 first as many as the cost model says; a step that took longer shrinks it, one that took clearly less lets it grow.
 Neither changes what a row computes.
+
+Linked devices (more than one rank) have the same slots and make the same headers. What they could see differently, how
+many commands there are and how many prompt rows fit, rank 0 decides and writes into the windows of the others.
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Varia
 
 @dataclass(frozen=True)
 class AdvanceConfig(Variant):
-    """`paced`: prompts share the rows evenly, and a step keeps to its budget; else prompts go in slot order."""
+    """`paced`: prompts share the rows evenly, and a step keeps to its budget; else prompts go in slot order.
+    `linked`: rank 0 decides for all ranks."""
 
     inputs: bool = False  # whether a prompt may have ids below 0, which stand for rows of the host
     paced: bool = False
+    linked: bool = False
 
 
 class Advance(Task):
@@ -66,7 +71,10 @@ class Advance(Task):
         return {"result": at.tensor(node.tensors["result"]), "logits": NONE if logits is None else at.tensor(logits)}
 
 
-def node(name: str, *, result: str, logits: str | None = None, inputs: bool = False, paced: bool = False) -> TaskNode:
+def node(
+    name: str, *, result: str, logits: str | None = None, inputs: bool = False, paced: bool = False,
+    linked: bool = False,
+) -> TaskNode:  # fmt: skip
     """The end of a step. Tensor `result`: what `sample` wrote; `logits`: what it read."""
     tensors = {"result": result} if logits is None else {"result": result, "logits": logits}
-    return TaskNode(name, Advance, AdvanceConfig(inputs, paced), 1, tensors)
+    return TaskNode(name, Advance, AdvanceConfig(inputs, paced, linked), 1, tensors)

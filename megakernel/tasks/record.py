@@ -28,6 +28,7 @@ MAILBOX_ENTRIES = 64
 RING_ENTRIES = 8192
 TRACE_RINGS = 4  # of each worker: one for each role that records
 COUNTER_STRIDE = 16  # uint64_t between two counters: each has its own 128 bytes
+MAX_RANKS = 8  # devices that run one model together
 NONE = 0xFFFFFFFF  # no counter, no offset
 NONE64 = 0xFFFFFFFFFFFFFFFF
 
@@ -40,6 +41,7 @@ LIMITS: dict[str, int] = {
     "kRingEntries": RING_ENTRIES,
     "kCounterStride": COUNTER_STRIDE,
     "kTraceRings": TRACE_RINGS,
+    "kMaxRanks": MAX_RANKS,
 }
 
 _SCALARS: dict[str, tuple[str, str, int]] = {  # name -> (C type, numpy type, bytes)
@@ -202,6 +204,7 @@ class FaultKind(enum.IntEnum):
     HEADER_BUDGET = 5  # the step header did not come
     VALUE_BUDGET = 6  # an element that carries its own validity did not come
     RING_BUDGET = 7  # a stage of the ring inside a worker did not come
+    PEER_BUDGET = 8  # another device's part of an exchange, or rank 0's decision, did not come
 
 
 class Role(enum.IntEnum):
@@ -556,18 +559,40 @@ ARGS = Struct(
     doc="Everything the kernel is given. Addresses are the device's.",
 )
 
+WINDOW = Struct(
+    "Window",
+    (
+        Field("turn", "u64", doc="decisions that rank 0 has made; release, system scope"),
+        Field("posted", "u64", doc="of the last decision: commands that every rank has taken when it makes the header"),
+        Field("chunk", "u32", doc="of the last decision: prompt rows that a step with decode rows may carry"),
+    ),
+    pad_to=128,
+    doc="Start of a device's window, which its peers write: then a counter for each exchange and sender, then buffers.",
+)
+
+LINK = Struct(
+    "Link",
+    (
+        Field("window", "u64", MAX_RANKS, doc="address of each rank's window, as this device sees it"),
+        Field("turn", "u64", doc="decisions that this device has made or followed"),
+        Field("rank", "u32"),
+    ),
+    pad_to=128,
+    doc="What a device knows of its peers; behind LaunchState, in programs of more than one rank.",
+)
+
 STRUCTS: tuple[Struct, ...] = (
     WAIT, RECORD, TICKET, ROW, STEP, SAMPLING, SLOT, COMMAND, MAILBOX, TOKEN_EVENT, TOKEN_RING, FAULT, LAUNCH,
-    SAMPLE_RESULT, TRACE_EVENT, TRACE_RING, ARGS,
+    SAMPLE_RESULT, TRACE_EVENT, TRACE_RING, ARGS, WINDOW, LINK,
 )  # fmt: skip
 
 OPCODE_END = 0xFFFF  # pads a queue
 OPCODE_TICKET = 0xFFFE  # take records from the shared list; the payload is a Ticket
 
 
-def c_header(task_fields: tuple[Struct, ...], capacity: int = TILE_ROWS) -> str:
+def c_header(task_fields: tuple[Struct, ...], capacity: int = TILE_ROWS, ranks: int = 1) -> str:
     """The whole shared header as C++ text, namespace `megakernel::abi`. `task_fields`: the payload of each task;
-    `capacity`: rows that a step has room for."""
+    `capacity`: rows that a step has room for; `ranks`: devices that run the program together."""
     parts = [
         "// Generated from megakernel/tasks/record.py. Do not edit.",
         "#pragma once",
@@ -581,6 +606,7 @@ def c_header(task_fields: tuple[Struct, ...], capacity: int = TILE_ROWS) -> str:
         f"constexpr uint16_t kEnd = 0x{OPCODE_END:x};",
         f"constexpr uint16_t kTicket = 0x{OPCODE_TICKET:x};",
         *(f"constexpr uint32_t {name} = {value};" for name, value in _limits(capacity).items()),
+        f"constexpr uint32_t kRanks = {ranks};",
     ]
     for e in ENUMS:
         body = ", ".join(f"k{_camel(m.name)} = {int(m)}" for m in e)

@@ -26,6 +26,12 @@
 //   w.sum(Vf), w.max(Vf), w.min(Vf), w.sum(Vu), w.any(mask), w.broadcast(value)    over the group; a fixed order
 //   w.scratch<T>(n)                      memory of this worker, valid until the record ends
 //   w.fault(kind, tile, counter, value, target)   writes the fault record and stops the launch
+//
+// With more than one rank a second device header adds, for the whole group:
+//
+//   await_peer(w, p, target, counter)     until *p, a word of this device's window, reached the target: acquire at system
+//                                         scope. False when the launch is over. `counter` is for reports
+//   signal_peer(w, p, n, counter)         after w.sync(): +n on a word of a peer's window, release at system scope
 #pragma once
 
 namespace megakernel::tasks {
@@ -109,6 +115,16 @@ MK_DEVICE T* workspace(const Worker& w, uint32_t offset) {
 template <class T>
 MK_DEVICE const T* weights(const Worker& w, uint64_t offset) {
   return at<const T>(w.args.weights + offset);
+}
+
+// What this device knows of the others that run the program with it.
+MK_DEVICE abi::Link* link(const Worker& w) { return at<abi::Link>(w.args.launch + sizeof(abi::LaunchState)); }
+
+// Of the window at `window`, the counter of what rank `sender` has sent of an exchange. Its number in reports follows
+// those of the device's own counters.
+MK_DEVICE uint32_t sender_index(uint32_t exchange, uint32_t sender) { return exchange * abi::kRanks + sender; }
+MK_DEVICE uint64_t* sender_counter(uint64_t window, uint32_t index) {
+  return at<uint64_t>(window + sizeof(abi::Window)) + uint64_t(index) * abi::kCounterStride;
 }
 
 MK_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }

@@ -120,6 +120,18 @@ class Addresses:
     tensor: Callable[[str], int]
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What the ranks' devices hand to each other at one place of a step. Every rank sends, every rank receives all.
+
+    number: 0, 1, ... start, stop: bytes of every window that it takes.
+    """
+
+    number: int
+    start: int
+    stop: int
+
+
 class Task(ABC):
     """Base of every task. Subclasses are never instantiated; they are namespaces of pure functions."""
 
@@ -161,6 +173,16 @@ class Task(ABC):
         """Whether the elements that this node writes may say by themselves whether they have been written: each is a
         float, written once a step."""
         return False
+
+    @staticmethod
+    def sends(node: TaskNode) -> Exchange | None:
+        """The exchange whose part of this rank the node writes to all peers, each tile its own."""
+        return None
+
+    @staticmethod
+    def receives(node: TaskNode) -> Exchange | None:
+        """The exchange of which every tile of the node waits for all that the peers send."""
+        return None
 
 
 class Place(Protocol):

@@ -1,0 +1,80 @@
+"""Push: this rank's part of an exchange into the window of every peer.
+
+window of each peer, buffer[rank, r, c] = input[r, c]       buffer [ranks, rows, cols] float32
+
+Then the peer's counter of this sender gets the number of tiles: the peer knows that all is there when it has reached the
+tiles of the node times the step. With `sampled` the rows are those whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megakernel.tasks.record import Field, Struct
+from megakernel.tasks.task import Addresses, Cost, Exchange, Region, Task, TaskNode, Variant, tile_columns
+
+
+@dataclass(frozen=True)
+class PushConfig(Variant):
+    sampled: bool = False
+
+
+class Push(Task):
+    """Tile t sends columns `[t * tile_cols, (t + 1) * tile_cols)` of every row. It writes no workspace."""
+
+    name = "push"
+    body = "Push"
+    config = "PushConfig"
+    fields = Struct(
+        "PushFields",
+        (
+            Field("buffer", "u64", doc="offset in every window: f32 [ranks][rows][cols]"),
+            Field("input", "u32", doc="offset in the workspace: f32 [rows][cols]"),
+            Field("exchange", "u32", doc="its number"),
+            Field("rows", "u32", doc="rows that the buffer has room for"),
+            Field("cols", "u32"),
+            Field("tile_cols", "u32"),
+        ),
+    )
+
+    @staticmethod
+    def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        return (Region(node.tensors["input"], *tile_columns(node, first, count)),)
+
+    @staticmethod
+    def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        return ()
+
+    @staticmethod
+    def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
+        low, high = tile_columns(node, first, count)
+        return Cost(other_bytes=4.0 * (high - low) * node.sizes["ranks"])
+
+    @staticmethod
+    def sends(node: TaskNode) -> Exchange | None:
+        return exchange_of(node)
+
+    @staticmethod
+    def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
+        sizes = ("buffer", "exchange", "rows", "cols", "tile_cols")
+        return {"input": at.tensor(node.tensors["input"]), **{key: node.sizes[key] for key in sizes}}
+
+
+def exchange_of(node: TaskNode) -> Exchange:
+    """The exchange of a node with the sizes of `node` below."""
+    s = node.sizes
+    return Exchange(s["exchange"], s["buffer"], s["buffer"] + 4 * s["ranks"] * s["rows"] * s["cols"])
+
+
+def node(
+    name: str, *, cols: int, input: str, exchange: int, buffer: int, rows: int, ranks: int, tile_cols: int,
+    sampled: bool = False, layer: int = -1,
+) -> TaskNode:  # fmt: skip
+    """Tensor `input`: f32 [rows, cols]. `buffer`: byte offset in every window."""
+    width = min(cols, tile_cols)
+    sizes = {
+        "cols": cols, "tile_cols": width, "exchange": exchange, "buffer": buffer, "rows": rows, "ranks": ranks,
+    }  # fmt: skip
+    return TaskNode(name, Push, PushConfig(sampled), -(-cols // width), {"input": input}, {}, sizes, {}, layer)
