@@ -192,7 +192,7 @@ class Ranks(Runtime):
                 self._lost = self._lost or lost
 
     def finish(self, timeout_s: float = 3600.0) -> LaunchReport:
-        own = super().outcome(timeout_s)
+        own = self._own_outcome(timeout_s)
         found = {self._name: own}
         if isinstance(own, FaultReport) or own.exit is ExitReason.FAULT:
             self._abort_all()
@@ -209,9 +209,9 @@ class Ranks(Runtime):
             raise MegakernelError(f"the ranks of {self.manifest.name} ended a launch at different steps: {found}")
         return own
 
-    def outcome(self, timeout_s: float = 3600.0) -> LaunchReport | FaultReport:
+    def _own_outcome(self, timeout_s: float) -> LaunchReport | FaultReport:
         try:
-            return self.finish(timeout_s)
+            return super().finish(timeout_s)
         except DeviceFault as fault:
             return fault.report
 

@@ -321,7 +321,7 @@ class _Lowering:
         self.nodes.append(
             advance.node(
                 "advance", result="sample.result", logits=None if linked else self.graph.output, inputs=inputs,
-                paced=paced, linked=linked,
+                paced=paced,
             )
         )
 

@@ -11,6 +11,10 @@ so known. Each entry of the shared list is a queue of its own, begun by no parti
 The counter of a group that has its `count` signals signals the counter above it (relay.py), which so knows what the
 signals of the group make known. Both levels are checked: the count of a relay must be exactly the signals of its
 counter, or it would be sent early, or never.
+
+Where several devices run the schedule, an entry that receives an exchange waits for all entries that send it, on the
+other devices. Those are like the ones here, so a deadlock between devices is one of this schedule with that wait too;
+what it makes known of this device is nothing. Whether buffers are safe between devices: exchanges.py.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megakernel.errors import ScheduleError
+from megakernel.scheduler.exchanges import ExchangeCheck, exchanges_of
 from megakernel.scheduler.schedule import Entry, Relay, Schedule
 from megakernel.scheduler.verify_memory import Clock, MemoryCheck, describe
 from megakernel.tasks.record import MAX_WAITS
@@ -40,6 +45,8 @@ def verify(
     filled from outside. `repeats`: steps follow each other, so the last node must have one tile and follow all others.
     """
     findings = [*_shape(schedule), *_tiles(schedule), *_tickets(schedule), *_relays(schedule)]
+    ends, wrong = exchanges_of(schedule.nodes)
+    findings += wrong
     if findings:
         raise ScheduleError(tuple(findings))
     machine = _Machine(schedule)
@@ -47,6 +54,7 @@ def verify(
     if not findings:
         check = MemoryCheck(schedule, machine.columns, machine.clock, memory or {}, external)
         findings = check.run()
+        findings += ExchangeCheck(schedule, ends, machine.columns, machine.clock).run()
         if repeats:
             findings += _end_of_step(schedule, machine)
     if findings:
@@ -180,6 +188,8 @@ class _Machine:
     clock: list[list[Clock]] = field(init=False)
     joined: list[Clock] = field(init=False)  # per counter: what its signals so far make known
     relays: dict[int, Relay] = field(init=False)
+    sender: dict[int, int] = field(init=False)  # node that receives an exchange -> node that sends it
+    left: list[int] = field(init=False)  # per node, entries that have not run
 
     def __post_init__(self) -> None:
         s = self.schedule
@@ -191,6 +201,10 @@ class _Machine:
         self.relays = {r.counter: r for r in s.relays}
         for r in s.relays:
             self.signals[r.to] += 1
+        self.sender = {e.receiver: e.sender for e in exchanges_of(s.nodes)[0]}
+        self.left = [0] * len(s.nodes)
+        for _, e in _all_entries(s):
+            self.left[e.node] += 1
         self.done = [0] * len(self.columns)
         self.clock = [[] for _ in self.columns]
         self.joined = [np.zeros(len(self.columns), np.int32) for _ in range(s.counters)]
@@ -212,10 +226,11 @@ class _Machine:
         if at == len(self.columns[column]):
             return False
         entry = self.columns[column][at]
-        if not self._waited(entry) or not self._tickets_allow(column, entry):
+        if not self._waited(entry) or not self._sent(entry) or not self._tickets_allow(column, entry):
             return False
         self.clock[column].append(self._begin(column, entry))
         self.done[column] += 1
+        self.left[entry.node] -= 1
         if entry.signal is not None:
             known = self.clock[column][at].copy()
             known[column] = max(int(known[column]), at + 1)
@@ -231,6 +246,10 @@ class _Machine:
 
     def _waited(self, entry: Entry) -> bool:
         return all(self.value[w.counter] >= w.count for w in entry.waits)
+
+    def _sent(self, entry: Entry) -> bool:
+        """The other devices have sent what the entry receives."""
+        return entry.node not in self.sender or not self.left[self.sender[entry.node]]
 
     def _begin(self, column: int, entry: Entry) -> Clock:
         at = self.done[column]
@@ -272,6 +291,8 @@ class _Machine:
             for w in entry.waits
             if self.value[w.counter] < w.count
         ]
+        if not open_waits and not self._sent(entry):
+            open_waits = [f"a peer has not sent all of node {self.schedule.nodes[self.sender[entry.node]].name}"]
         why = "; ".join(open_waits) or "tickets are not handed out yet"
         return f"deadlock: {describe(self.schedule, column, at)} never runs: {why}"
 

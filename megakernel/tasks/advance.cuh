@@ -7,7 +7,6 @@ namespace megakernel::tasks {
 struct AdvanceConfig {
   bool inputs = false;
   bool paced = false;
-  bool linked = false;
 };
 
 template <AdvanceConfig kConfig>
@@ -51,7 +50,7 @@ struct Advance {
   // Rank 0 has not decided: no header.
   template <class W>
   MK_DEVICE static bool given_up(const W& w) {
-    if constexpr (kConfig.linked && requires { w.failed; }) return w.failed;
+    if constexpr (abi::kRanks > 1 && requires { w.failed; }) return w.failed;
     return false;
   }
 
@@ -143,7 +142,7 @@ struct Advance {
   // How many commands the next header follows. Of several ranks the first decides, so that all make the same header.
   template <class W>
   MK_DEVICE static uint64_t commands_now(W& w, const abi::Mailbox* mailbox) {
-    if constexpr (kConfig.linked) {
+    if constexpr (abi::kRanks > 1) {
       abi::Link* l = link(w);
       const uint64_t turn = l->turn + 1;
       w.sync();

@@ -13,7 +13,7 @@ one, and keeps steps that carry both kinds of rows under `step_budget_ns`: such 
 first as many as the cost model says; a step that took longer shrinks it, one that took clearly less lets it grow.
 Neither changes what a row computes.
 
-Linked devices (more than one rank) have the same slots and make the same headers. What they could see differently, how
+The devices of a program of several ranks have the same slots and make the same headers. What they could see differently, how
 many commands there are and how many prompt rows fit, rank 0 decides and writes into the windows of the others.
 """
 
@@ -29,12 +29,10 @@ from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Varia
 
 @dataclass(frozen=True)
 class AdvanceConfig(Variant):
-    """`paced`: prompts share the rows evenly, and a step keeps to its budget; else prompts go in slot order.
-    `linked`: rank 0 decides for all ranks."""
+    """`paced`: prompts share the rows evenly, and a step keeps to its budget; else prompts go in slot order."""
 
     inputs: bool = False  # whether a prompt may have ids below 0, which stand for rows of the host
     paced: bool = False
-    linked: bool = False
 
 
 class Advance(Task):
@@ -71,10 +69,7 @@ class Advance(Task):
         return {"result": at.tensor(node.tensors["result"]), "logits": NONE if logits is None else at.tensor(logits)}
 
 
-def node(
-    name: str, *, result: str, logits: str | None = None, inputs: bool = False, paced: bool = False,
-    linked: bool = False,
-) -> TaskNode:  # fmt: skip
+def node(name: str, *, result: str, logits: str | None = None, inputs: bool = False, paced: bool = False) -> TaskNode:
     """The end of a step. Tensor `result`: what `sample` wrote; `logits`: what it read."""
     tensors = {"result": result} if logits is None else {"result": result, "logits": logits}
-    return TaskNode(name, Advance, AdvanceConfig(inputs, paced, linked), 1, tensors)
+    return TaskNode(name, Advance, AdvanceConfig(inputs, paced), 1, tensors)
