@@ -3,8 +3,9 @@
 //
 //   kernel FOLDER LAUNCHES STEPS
 //
-// FOLDER holds KernelArgs as args.bin, and for each address in it the memory that it points to as NAME.bin. Each launch
-// runs at most STEPS steps. Prints one line an event: request, token, position, finish; then how the last launch ended.
+// FOLDER holds KernelArgs as args.bin, and for each address in it the memory that it points to as NAME.bin; of several
+// ranks FOLDER/0, FOLDER/1, ... do, each with its window.bin, and all run at once. Each launch runs at most STEPS steps.
+// Of rank 0 it prints one line an event: request, token, position, finish; then how the last launch ended.
 // Exit status: 0, 2 for a bad folder, 3 for a fault (its fields on the last line).
 #pragma once
 #include <stdio.h>
@@ -86,25 +87,65 @@ inline int report(const abi::KernelArgs& args) {
   return 0;
 }
 
+// A rank of the dump.
+struct Dump {
+  abi::KernelArgs args;
+  Host* host;
+};
+
+// Where the windows of the ranks are now.
+inline bool connect(Dump* dumps, const char* folder) {
+  for (uint32_t rank = 0; rank < abi::kRanks; ++rank) {
+    char part[4096];
+    snprintf(part, sizeof part, "%s/%u", folder, rank);
+    size_t bytes = 0;
+    const void* window = read_file(part, "window", &bytes);
+    if (window == nullptr) return false;
+    for (uint32_t other = 0; other < abi::kRanks; ++other) {
+      auto* state = reinterpret_cast<abi::LaunchState*>(dumps[other].args.launch);
+      reinterpret_cast<abi::Link*>(state + 1)->window[rank] = reinterpret_cast<uint64_t>(window);
+    }
+  }
+  return true;
+}
+
+inline bool read_ranks(Dump* dumps, const char* folder) {
+  if constexpr (abi::kRanks == 1) return read_dump(folder, dumps[0].args);
+  for (uint32_t rank = 0; rank < abi::kRanks; ++rank) {
+    char part[4096];
+    snprintf(part, sizeof part, "%s/%u", folder, rank);
+    if (!read_dump(part, dumps[rank].args)) return false;
+  }
+  return connect(dumps, folder);
+}
+
 inline int run_dump(Host::Run run, int count, char** values) {
-  static abi::KernelArgs args;
-  if (count != 4 || !read_dump(values[1], args)) {
+  static Dump dumps[abi::kRanks];
+  if (count != 4 || !read_ranks(dumps, values[1])) {
     fprintf(stderr, "usage: %s FOLDER LAUNCHES STEPS\n", values[0]);
     return 2;
   }
-  const auto& state = *reinterpret_cast<const abi::LaunchState*>(args.launch);
-  const auto& fault = *reinterpret_cast<const abi::FaultRecord*>(args.fault);
-  Host* host = Host::open(run, args.workers);
-  if (host == nullptr) return 2;
+  const abi::KernelArgs& first = dumps[0].args;
+  const auto& state = *reinterpret_cast<const abi::LaunchState*>(first.launch);
+  const auto& fault = *reinterpret_cast<const abi::FaultRecord*>(first.fault);
+  for (Dump& d : dumps) {
+    d.host = Host::open(run, d.args.workers);
+    if (d.host == nullptr) return 2;
+  }
   for (int i = 0; i < atoi(values[2]) && fault.kind == 0; ++i) {
-    args.step_limit = state.step + uint64_t(atoi(values[3]));
-    args.chaos_seed += 1;
-    host->launch(args);
-    while (!host->join(1000000000)) {
+    const uint64_t limit = state.step + uint64_t(atoi(values[3]));
+    for (Dump& d : dumps) {
+      d.args.step_limit = limit;
+      d.args.chaos_seed += 1;
+      d.host->launch(d.args);
+    }
+    for (Dump& d : dumps) {
+      while (!d.host->join(1000000000)) {
+      }
     }
   }
-  Host::close(host);
-  return report(args);
+  for (Dump& d : dumps) Host::close(d.host);
+  return report(first);
 }
 
 }  // namespace megakernel::dev
