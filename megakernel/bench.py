@@ -56,8 +56,9 @@ Contender = Callable[[list[int], int], Run]  # (prompt, tokens to time) -> run
 
 
 def step_bytes(m: Manifest, context: int) -> int:
-    """Bytes that one decode step at `context` cached tokens must read: weights once, the KV of its sequence once."""
-    return m.stream_bytes + 2 * m.kv_layers * m.kv_heads * m.head_dim * context * DTYPE_BYTES[m.kv_dtype]
+    """Bytes that one decode step at `context` cached tokens must read, all ranks together: weights once, the KV of its
+    sequence once."""
+    return m.ranks * (m.stream_bytes + 2 * m.kv_layers * m.kv_heads * m.head_dim * context * DTYPE_BYTES[m.kv_dtype])
 
 
 def plain_read_gbps(nbytes: int, threads: int, repeats: int = 5) -> float:
@@ -86,6 +87,8 @@ def compare(
     workers: int | None = None,
     against: Sequence[str] | None = None,
     also: Callable[[LLM], Mapping[str, Contender]] | None = None,
+    tp: int = 1,
+    tp_processes: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
     """A row for each program and context; `also` adds programs. Raises MissingExtra for a program asked for that is
@@ -96,11 +99,11 @@ def compare(
         )
     with LLM(
         model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=1, max_context=max(contexts) + tokens + 1,
-        workers=workers, progress=progress,
+        workers=workers, tp=tp, tp_processes=tp_processes, progress=progress,
     ) as llm:  # fmt: skip
         m = llm.program.manifest
         contenders: dict[str, Contender] = {"megakernel": lambda prompt, count: _megakernel(llm, prompt, count)}
-        contenders |= _others(model, dtype, against, m.workers)
+        contenders |= _others(model, dtype, against, m.workers * m.ranks)
         contenders |= also(llm) if also else {}
         for context in contexts:
             prompt = np.random.default_rng(context).integers(0, m.vocab, context).tolist()
@@ -111,7 +114,7 @@ def compare(
                         progress(f"{name} at {context}", 0, 0)
                     runs[name].append(run(prompt, tokens))
             bytes_ = step_bytes(m, context + tokens // 2)
-            ceiling = plain_read_gbps(bytes_, m.workers) if m.backend == "cpu" else 0.0
+            ceiling = plain_read_gbps(bytes_, m.workers * m.ranks) if m.backend == "cpu" else 0.0
             yield from (_row(name, context, m.dtype, runs[name], bytes_, ceiling) for name in contenders)
 
 

@@ -15,20 +15,19 @@ import typer
 from megakernel import bench as benchmarks
 from megakernel import device_report
 from megakernel import profile as profiles
-from megakernel.builder.build import make_plan, plan_source
+from megakernel.builder.build import Plan, make_plan, plan_source
 from megakernel.checkpoint import fetch_demo
 from megakernel.devices import list_devices
 from megakernel.errors import InvalidRequest, MegakernelError
 from megakernel.llm import LLM, Prompt
 from megakernel.model_table import CHECKS, model_rows
-from megakernel.opening import build, planned_target, target_and_compiler
+from megakernel.opening import build, planned_target, save_ranks, target_and_compiler, workers_of_rank
 from megakernel.origin import open_origin
 from megakernel.output import Output
 from megakernel.report import analysis
 from megakernel.report.commands import calibrate_command, show_comparison
 from megakernel.sampling import SamplingParams
 from megakernel.scheduler.calibration import Calibration
-from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.simulate import Simulation, share_of_hops, simulate
 from megakernel.serve import server_modules
 from megakernel.settings import read_settings
@@ -66,6 +65,10 @@ Rows = Annotated[
     typer.Option("--max-rows", help=f"Tokens that one step computes, 1 to {MAX_ROWS}; default: by the cost model."),
 ]
 Workers = Annotated[int | None, typer.Option("--workers", help="Resident workers; default: all of the target's.")]
+Tp = Annotated[
+    int, typer.Option("--tp", help="Devices that run the model together: GPUs from --device on, or parts of the CPU.")
+]
+TpProcesses = Annotated[bool, typer.Option("--tp-processes", help="Each of them but the first in its own process.")]
 Policy = Annotated[str, typer.Option("--policy", help="How tasks are placed: balanced, critical_path, round_robin.")]
 
 
@@ -118,28 +121,34 @@ def build_command(
     max_rows: Rows = None,
     workers: Workers = None,
     policy: Policy = "balanced",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the program to this new folder.")] = None,
+    tp: Tp = 1,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Save the program to this new folder; with --tp a folder for each rank in it."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Build the program of a model: plan, verify, compile, cache; with --output save it."""
     settings = read_settings()
     with Stages(as_json) as progress:
         where, goal = target_and_compiler(target, device, workers, settings)
+        goal = workers_of_rank(goal, tp, workers, settings)
         origin = open_origin(model, dtype=dtype, cache=settings.cache, progress=progress)
         try:
             program = build(
                 origin, goal, where, settings, progress, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots,
-                max_context=max_context, max_rows=max_rows, policy=policy,
+                max_context=max_context, max_rows=max_rows, policy=policy, tp=tp,
             )  # fmt: skip
+            saved = save_ranks(program, origin.config, goal, output) if output else None
         finally:
             origin.close()
-        saved = program.save(output) if output else None
     m = program.manifest
     facts: dict[str, Any] = {
         "name": m.name, "target": m.target, "workers": m.workers, "dtype": m.dtype, "kv_dtype": m.kv_dtype,
         "nodes": len(m.nodes), "records": m.workers * m.queue_length, "counters": m.counter_count,
         "weights_bytes": m.weights_bytes, "stream_bytes": m.stream_bytes, "workspace_bytes": m.workspace_bytes,
-        "max_slots": m.max_slots, "max_context": m.max_context, "binary": str(program.binary),
+        "max_slots": m.max_slots, "max_context": m.max_context, "tp": m.ranks, "window_bytes": m.window_bytes,
+        "binary": str(program.binary),
         "saved": str(saved) if saved else None,
     }  # fmt: skip
     code = dict(where.code_report(program.binary))
@@ -179,6 +188,8 @@ def generate(
     max_context: Context = None,
     workers: Workers = None,
     steps_per_launch: Annotated[int | None, typer.Option(help="Most steps of one launch.")] = None,
+    tp: Tp = 1,
+    tp_processes: TpProcesses = False,
     as_json: Json = False,
 ) -> None:
     """Generate text, printed as it comes. With --json a line for each token; the last line has everything."""
@@ -191,7 +202,8 @@ def generate(
     with Stages(as_json) as progress:
         llm = LLM(
             model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=1, max_context=max_context,
-            workers=workers, seed=seed or 0, steps_per_launch=steps_per_launch, progress=progress,
+            workers=workers, seed=seed or 0, steps_per_launch=steps_per_launch, tp=tp, tp_processes=tp_processes,
+            progress=progress,
         )  # fmt: skip
     with llm:
         if chat:
@@ -213,6 +225,7 @@ def schedule_command(
     max_rows: Rows = None,
     workers: Workers = None,
     policy: Policy = "balanced",
+    tp: Tp = 1,
     context: Annotated[int, typer.Option(help="Tokens in the cache, for the simulated times.")] = 512,
     worker: Annotated[int | None, typer.Option(help="Print this worker's whole queue.")] = None,
     calibration: Annotated[Path | None, typer.Option(help="Figures that `calibrate` fitted to a timeline.")] = None,
@@ -220,10 +233,10 @@ def schedule_command(
 ) -> None:
     """Show the queues, their waits, and what `simulate` says of a step. Needs no compiler."""
     settings = read_settings()
-    goal = planned_target(target, device, workers, settings)
+    goal = workers_of_rank(planned_target(target, device, workers, settings), tp, workers, settings)
     made = make_plan(
         open_origin(model, dtype=dtype, cache=settings.cache).config, goal, dtype=dtype, kv_dtype=kv_dtype,
-        max_slots=max_slots, max_context=max_context, max_rows=max_rows, policy=policy,
+        max_slots=max_slots, max_context=max_context, max_rows=max_rows, policy=policy, tp=tp,
     )  # fmt: skip
     figures = Calibration.load(calibration) if calibration else Calibration()
     figures.check_target(goal.name)
@@ -247,6 +260,7 @@ def schedule_command(
         emit(
             json.loads(said.to_json(spans=False))
             | {"predicted": True, "share_of_hops": hops, "relays": len(made.schedule.relays), "figures": goal.source}
+            | ({"tp": tp, "exchanges": len(made.lowered.exchanges), "link_figures": goal.link_source} if tp > 1 else {})
         )
         return
     if worker is not None:
@@ -256,7 +270,7 @@ def schedule_command(
             for i, e in enumerate(made.schedule.queues[worker])
         ]  # fmt: skip
         table(("", "node", "tiles", "waits for counter >= count x step", "signals"), rows, f"queue of worker {worker}")
-    _print_simulation(said, hops, len(entries), made.schedule, goal)
+    _print_simulation(said, hops, len(entries), made, goal)
 
 
 @app.command()
@@ -268,6 +282,7 @@ def source(
     dtype: Dtype = "bf16",
     kv_dtype: KvDtype = None,
     workers: Workers = None,
+    tp: Tp = 1,
     header: Annotated[bool, typer.Option("--header", help="Print the generated header of structures instead.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -275,7 +290,7 @@ def source(
     settings = read_settings()
     goal = planned_target(target, device, workers, settings)
     config = open_origin(model, dtype=dtype, cache=settings.cache).config
-    made = plan_source(make_plan(config, goal, dtype=dtype, kv_dtype=kv_dtype))
+    made = plan_source(make_plan(config, goal, dtype=dtype, kv_dtype=kv_dtype, tp=tp))
     text = "\n".join(made.headers.values()) if header else made.text
     if as_json:
         emit({"target": goal.name, "lines": len(text.splitlines()), "source": text})
@@ -297,6 +312,8 @@ def bench(
     against: Annotated[
         list[str] | None, typer.Option(help="transformers (the default when it is installed), or none.")
     ] = None,
+    tp: Tp = 1,
+    tp_processes: TpProcesses = False,
     as_json: Json = False,
 ) -> None:
     """Time decoding at batch 1, beside a plain read of the same bytes and other programs that are installed."""
@@ -304,7 +321,8 @@ def bench(
         rows = list(
             benchmarks.compare(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, contexts=tuple(context or (32, 512)),
-                tokens=tokens, rounds=rounds, workers=workers, against=against, progress=progress,
+                tokens=tokens, rounds=rounds, workers=workers, against=against, tp=tp, tp_processes=tp_processes,
+                progress=progress,
             )
         )  # fmt: skip
     if as_json:
@@ -394,6 +412,7 @@ def profile_command(
     kv_dtype: KvDtype = None,
     workers: Workers = None,
     policy: Policy = "balanced",
+    tp: Tp = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the files; default: profile-NAME.")
     ] = None,
@@ -412,7 +431,7 @@ def profile_command(
         else:
             with LLM(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=1, workers=workers, policy=policy,
-                max_context=profiles.room(steps, context), trace=True, progress=progress,
+                max_context=profiles.room(steps, context), trace=True, tp=tp, progress=progress,
             ) as llm:  # fmt: skip
                 timeline = profiles.record(llm, steps, context)
             ceiling = profiles.ceiling_gbps(timeline)
@@ -492,6 +511,8 @@ def serve(
     policy: Policy = "balanced",
     seed: Annotated[int, typer.Option(help="Of a published shape's random weights.")] = 0,
     steps_per_launch: Annotated[int | None, typer.Option(help="Most steps of one launch.")] = None,
+    tp: Tp = 1,
+    tp_processes: TpProcesses = False,
     max_queue: Annotated[int, typer.Option(help="Sequences that may wait; one more is refused with 429.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(help="Largest request.")] = 8 << 20,
     request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
@@ -522,7 +543,7 @@ def serve(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context,
                 max_rows=max_rows, workers=workers, policy=policy, seed=seed, kv_pages=kv_pages,
                 share_prefixes=share_prefixes, max_step_ms=max_step_ms, steps_per_launch=steps_per_launch,
-                settings=settings, progress=progress,
+                tp=tp, tp_processes=tp_processes, settings=settings, progress=progress,
             )  # fmt: skip
 
     serving.run(open_model, chosen, lambda text: errors.print(f"listening on {text}", highlight=False))
@@ -604,11 +625,14 @@ def _print_profile(facts: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def _print_simulation(said: Simulation, hops: float, entries: int, schedule: Schedule, target: Target) -> None:
+def _print_simulation(said: Simulation, hops: float, entries: int, made: Plan, target: Target) -> None:
+    schedule, ranks = made.schedule, made.lowered.ranks
     table(
         ("predicted step, not measured", f"{said.target}, {said.policy}, context {said.context}"),
         [
             ("figures", target.source), ("entries shown", entries),
+            *([("each of", f"{ranks} devices, {len(made.lowered.exchanges)} exchanges a step"),
+               ("between them", target.link_source)] if ranks > 1 else []),
             ("counters", f"{schedule.counters}, {len(schedule.relays)} of them of one of {target.groups} groups"),
             ("time", f"{said.makespan_us:,.1f} us"),
             ("share of hops", f"{hops:.0%}, {hops * said.makespan_us:,.1f} us"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,15 @@ def workers_of_rank(target: Target, tp: int, workers: int | None, settings: Sett
     if tp == 1 or target.backend != "cpu" or workers is not None or settings.workers:
         return target
     return target.with_workers(max(1, target.workers // tp))
+
+
+def save_ranks(program: Program, config: Mapping[str, Any], target: Target, folder: Path) -> Path:
+    """Save a program to a new folder; of several ranks each to one of its own in it, "rank0", "rank1", ..."""
+    if program.manifest.ranks == 1:
+        return program.save(folder)
+    for rank in range(program.manifest.ranks):
+        rank_program(program, config, target, rank).save(folder / f"rank{rank}")
+    return folder
 
 
 def load(

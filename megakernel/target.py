@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megakernel.errors import TargetError
 from megakernel.parts import part_of
@@ -44,6 +44,9 @@ class Target:
     cache_bytes: int = 0  # cache before the memory, shared by all workers; 0: none that helps
     cache_gbps: float = 0.0  # its read bandwidth
     source: str = ""  # where the figures come from
+    link_gbps: float = 0.0  # what one device sends to all its peers, GB/s, one direction
+    link_us: float = 0.0  # a store into a peer's memory to its being seen there, microseconds
+    link_source: str = ""  # where these two come from
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -61,8 +64,28 @@ def _cpu(name: str, vector: int) -> Target:
     return Target(
         name=name, backend="cpu", workers=2, shared_bytes=0, stream_gbps=20.0, worker_gflops=50.0, hop_us=0.3,
         task_us=0.2, tile_n=32, page_tokens=32, piece_tokens=256, value_edges=False, vector_bytes=vector,
-        source="order of magnitude of a 2-core server; calibrate for figures",
+        source="order of magnitude of a 2-core server; calibrate for figures", link_gbps=10.0, link_us=1.0,
+        link_source="order of magnitude of memory that two kernels share; not measured",
     )  # fmt: skip
+
+
+# Between devices, one direction. Rates are the vendors' (half of what NVLink is said to carry both ways; PCIe 4.0 and 5.0
+# x16; 7 links of an Infinity Fabric mesh). No hop was measured by this project: 3 us is a hop within a GPU and 1 us on
+# top, 5 us a guess for PCIe and fabrics.
+NVLINK_GBPS = {"sm_80": 300.0, "sm_90a": 450.0, "sm_100a": 900.0}
+FABRIC_GBPS = {"gfx90a": 150.0, "gfx942": 448.0, "gfx950": 537.6}
+PCIE_GBPS, PCIE5_GBPS = 31.5, 63.0
+NVLINK_US, OTHER_LINK_US = 3.0, 5.0
+
+
+def _link(name: str) -> dict[str, Any]:
+    rates = {**NVLINK_GBPS, **FABRIC_GBPS}
+    kind = "NVLink" if name in NVLINK_GBPS else "Infinity Fabric" if name in FABRIC_GBPS else "PCIe x16"
+    return {
+        "link_gbps": rates.get(name, PCIE5_GBPS if name in ("sm_120a", "gfx1250") else PCIE_GBPS),
+        "link_us": NVLINK_US if name in NVLINK_GBPS else OTHER_LINK_US,
+        "link_source": f"{kind}: rate of vendor documents, latency assumed; neither was measured",
+    }  # fmt: skip
 
 
 def _cuda(name: str, sms: int, shared_kb: int, gbps: float, cluster: int = 1) -> Target:
@@ -70,7 +93,7 @@ def _cuda(name: str, sms: int, shared_kb: int, gbps: float, cluster: int = 1) ->
         name=name, backend="cuda", workers=sms, shared_bytes=shared_kb * 1024, stream_gbps=gbps, worker_gflops=2000.0,
         hop_us=2.0, task_us=0.3, tile_n=8, page_tokens=64, piece_tokens=256, value_edges=True, cluster=cluster,
         half_only=True, head_multiple=32, page_least=32, piece_bytes=shared_kb * 1024 * 2 // 3, rotary_multiple=32,
-        source="vendor documents; sm_90a measured on an H200",
+        source="vendor documents; sm_90a measured on an H200", **_link(name),
     )  # fmt: skip
 
 
@@ -94,6 +117,7 @@ def _hip(name: str) -> Target:
         cache_gbps=part.cache_gbps or 0.0,
         source=f"{part.name}: vendor documents, see parts.py; never run on hardware by this project"
         + (f"; not published: {', '.join(lacks)}" if lacks else ""),
+        **_link(name),
     )  # fmt: skip
 
 

@@ -6,6 +6,9 @@ task_us + overhead_us. A wait is over when the last producer is done, one hop la
 step whose bytes all fit into the cache before the memory is read from there, since each step reads the same. On a
 target with shared memory a worker streams ahead into a ring while it waits, as far as the ring and its queue allow.
 Every worker begins step_us after the step before ended.
+
+Of several devices one is run: they are alike, so its peers have sent an exchange when it has itself. That takes a worker
+its share of link_gbps, and is seen link_us later.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from megakernel.errors import ScheduleError
 from megakernel.scheduler.calibration import Calibration
-from megakernel.scheduler.schedule import Entry, Schedule
+from megakernel.scheduler.exchanges import exchanges_of
+from megakernel.scheduler.schedule import Entry, Schedule, Wait
 from megakernel.target import Target
 
 RING_SHARE = 0.85  # of shared memory; the rest holds activations and barriers
@@ -69,10 +73,12 @@ def simulate(schedule: Schedule, target: Target, context: int, calibration: Cali
 
 
 def share_of_hops(schedule: Schedule, target: Target, context: int, calibration: Calibration | None = None) -> float:
-    """The part of a step that goes when every hop and every turn at a counter takes no time, 0 to 1."""
+    """The part of a step that goes when every hop, also between devices, and every turn at a counter takes no time, 0 to
+    1."""
     given = calibration or Calibration()
     whole = simulate(schedule, target, context, given).makespan_us
-    without = simulate(schedule, target, context, replace(given, hop_us=0.0, signal_us=0.0)).makespan_us
+    linked = replace(target, link_us=0.0)
+    without = simulate(schedule, linked, context, replace(given, hop_us=0.0, signal_us=0.0)).makespan_us
     return max(0.0, 1 - without / whole) if whole else 0.0
 
 
@@ -146,7 +152,14 @@ class _Run:
                 self.needed[e.signal] = self.needed.get(e.signal, 0) + 1
         for r in schedule.relays:
             self.needed[r.to] = self.needed.get(r.to, 0) + 1
-        self.counters = [_Seen() for _ in range(schedule.counters)]
+        self.sent: dict[int, int] = {}  # node that sends an exchange -> a counter after the schedule's own
+        self.received: dict[int, int] = {}  # node that receives it -> that counter
+        for number, ends in enumerate(exchanges_of(schedule.nodes)[0]):
+            self.sent[ends.sender] = self.received[ends.receiver] = schedule.counters + number
+        for e in (e for queue in schedule.queues for e in queue if e.node in self.sent):
+            self.needed[self.sent[e.node]] = self.needed.get(self.sent[e.node], 0) + 1
+        self.link_us, self.link_rate = target.link_us, target.link_gbps / schedule.workers * 1e3
+        self.counters = [_Seen() for _ in range(schedule.counters + len(self.sent))]
         self.waiting: dict[int, list[int]] = {}  # counter -> workers that sleep on it
         self.queue = {n: [e for e in schedule.shared if e.node == n] for n in schedule.ticketed}
         self.spans: list[Span] = []
@@ -185,7 +198,7 @@ class _Run:
         entry = worker.taken or self._next(worker, index)
         if entry is None:
             return []
-        for wait in entry.waits:
+        for wait in self._waits(entry):
             if self.counters[wait.counter].signals < self.needed.get(wait.counter, wait.count):
                 self.waiting.setdefault(wait.counter, []).append(index)
                 return []
@@ -196,9 +209,16 @@ class _Run:
             return [index]
         else:
             worker.at += 1
-        if entry.signal is None:
-            return [index]
-        return [index, *self._signal(entry.signal, (worker.free, index, worker.last))]
+        woken = [index]
+        for counter in (entry.signal, self.sent.get(entry.node)):
+            if counter is not None:
+                woken += self._signal(counter, (worker.free, index, worker.last))
+        return woken
+
+    def _waits(self, entry: Entry) -> tuple[Wait, ...]:
+        """Those of the entry, and that for the peers' part of an exchange."""
+        received = self.received.get(entry.node)
+        return entry.waits if received is None else (*entry.waits, Wait(received, 1))
 
     def _signal(self, counter: int, signal: tuple[float, int, int]) -> list[int]:
         """A signal that was sent then, by that worker after that span; the workers that may go on because of it."""
@@ -221,12 +241,16 @@ class _Run:
         node = self.schedule.nodes[entry.node]
         cost = node.task.cost(node, entry.first, entry.count, self.context)
         ready = [self.counters[w.counter].ready(index, self.hop, self.signal_us) for w in entry.waits]
+        if entry.node in self.received:
+            sent = self.counters[self.received[entry.node]].last
+            ready.append((sent[0] + self.link_us, sent[2]))
         start, cause = max([(worker.free, worker.last), *ready])
         if worker.taken is not None:
             worker.ahead += cost.stream_bytes
         self._prefetch(worker, start - worker.free)
         missing = max(0.0, cost.stream_bytes - worker.ring)
-        work = max(missing / self.rate, cost.flops / self.flops) * self.figures.scale(node)
+        sending = cost.link_bytes / self.link_rate if cost.link_bytes else 0.0
+        work = max(missing / self.rate, cost.flops / self.flops, sending) * self.figures.scale(node)
         busy = max(0.0, work + self.task + self.figures.overhead(node))
         worker.ring = max(0.0, worker.ring - cost.stream_bytes)
         worker.ahead -= missing

@@ -50,7 +50,8 @@ class Push(Task):
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
         low, high = tile_columns(node, first, count)
-        return Cost(other_bytes=4.0 * (high - low) * node.sizes["ranks"])
+        sent = 4.0 * (high - low)
+        return Cost(other_bytes=sent, link_bytes=sent * (node.sizes["ranks"] - 1))
 
     @staticmethod
     def sends(node: TaskNode) -> Exchange | None:

@@ -41,16 +41,19 @@ class Region:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of some tiles at one row: bytes streamed from weights or KV, other bytes, floating-point operations."""
+    """Work of some tiles at one row: bytes streamed from weights or KV, other bytes, floating-point operations, bytes sent
+    to other devices."""
 
     stream_bytes: float = 0.0
     other_bytes: float = 0.0
     flops: float = 0.0
+    link_bytes: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
-            self.stream_bytes + other.stream_bytes, self.other_bytes + other.other_bytes, self.flops + other.flops
-        )
+            self.stream_bytes + other.stream_bytes, self.other_bytes + other.other_bytes, self.flops + other.flops,
+            self.link_bytes + other.link_bytes,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
