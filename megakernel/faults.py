@@ -53,11 +53,11 @@ def _peer(program: Program, raw: Mapping[str, int]) -> str:
     if not 0 <= index < len(m.exchanges) * m.ranks:
         return f"rank {m.rank} waits for rank 0 to say what the next step computes"
     exchange, sender = m.exchanges[index // m.ranks], index % m.ranks
-    sent = raw["value"] - (raw["step"] - 1) * (raw["target"] // max(1, raw["step"]))
-    return (
-        f"rank {m.rank} waits for rank {sender}, which has sent {sent} of {raw['target'] // max(1, raw['step'])} tiles of "
-        f"its part of {exchange}"
-    )
+    who = f"rank {m.rank} waits for rank {sender}, which has"
+    if raw["opcode"] < len(m.variants) and "stamped = true" in m.variants[raw["opcode"]]:
+        return f"{who} not sent its part of {exchange}"
+    tiles = raw["target"] // max(1, raw["step"])
+    return f"{who} sent {raw['value'] - (raw['step'] - 1) * tiles} of {tiles} tiles of its part of {exchange}"
 
 
 def producers_of(program: Program, counter: int) -> tuple[str, ...]:

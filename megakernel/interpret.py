@@ -131,7 +131,8 @@ class Interpreter:
         if source is None:
             raise GraphError(f"tensor {name!r} is used before it is made")
         if not source.tensor:
-            return self._torch.zeros(tensor.shape, dtype=self._dtype, device=self._device)
+            nothing: torch.Tensor = self._torch.zeros(tensor.shape, dtype=self._dtype, device=self._device)
+            return nothing
         if source.tensor not in self._stored:
             self._stored[source.tensor] = self._weight(self._read(source.tensor))
         whole = self._stored[source.tensor]

@@ -27,6 +27,7 @@ from megakernel.runtime import LaunchReport, Runtime
 from megakernel.tasks.record import MAILBOX_ENTRIES, NONE, ExitReason
 
 WATCH_S = 0.05  # how often the ranks that are not rank 0 are looked at while a launch runs
+STAMP_BITS = 30  # a stamp has 31: see stamp_of in tasks/task.cuh
 START_S = 600.0  # for a process to load its part of the model
 SECOND_HAND = ("peer budget", "header budget")  # faults that another device's fault brings about
 
@@ -130,6 +131,7 @@ class Ranks(Runtime):
         self.others: list[Member] = []
         self.chaos_rank = 0  # which rank loses the signal `drop_signal`
         self._watched = 0.0
+        self._turn = 0
         self._lost: RankLost | None = None
         self._name = f"rank 0 ({device.name})"
 
@@ -156,6 +158,7 @@ class Ranks(Runtime):
 
     # ------------------------------------------------------------------------------------------ launches
     def launch(self, steps: int) -> None:
+        self._freshen(steps)
         for rank, other in enumerate(self.others, 1):
             drop = self.drop_signal if rank == self.chaos_rank else NONE
             other.call("configure", {**self.configuration, "drop_signal": drop})
@@ -165,6 +168,14 @@ class Ranks(Runtime):
         super().launch(steps)
         self.drop_signal = kept
         self._watched = time.monotonic()
+
+    def _freshen(self, steps: int) -> None:
+        """Stamps come again after 2^31 exchanges. Well before that the windows lose the old ones."""
+        turn = (self._step + steps) * len(self.manifest.exchanges) >> STAMP_BITS
+        if turn != self._turn:
+            self._turn = turn
+            self.clear_buffers()
+            self._all("clear_buffers")
 
     def running(self) -> bool:
         """Of rank 0; looks after the others now and then, and stops all when one has failed."""
@@ -236,6 +247,7 @@ class Ranks(Runtime):
             raise MegakernelError(f"{self._lost}; open the model again") from self._lost
         super().reset()
         self._all("reset")
+        self._turn = 0
 
     def abort(self) -> None:
         self._abort_all()

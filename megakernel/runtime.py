@@ -36,6 +36,7 @@ from megakernel.tasks.record import (
     RING_ENTRIES,
     SLOT,
     TOKEN_RING,
+    WINDOW,
     ExitReason,
     FaultKind,
     row_capacity,
@@ -219,6 +220,13 @@ class Runtime:
             own = rank == m.rank
             self._peers.append(self.window if own else self.device.open_window(handle, m.window_bytes))
         self.connect([b.address for b in self._peers])
+
+    def clear_buffers(self) -> None:
+        """Zero what peers have written into this device's window, but not its counters. Between launches of all."""
+        m, whole = self.manifest, self.window
+        first = WINDOW.size + len(m.exchanges) * m.ranks * COUNTER_STRIDE * 8
+        host = None if whole.host is None else whole.host[first:]
+        self.device.fill(Buffer(whole.address + first, whole.bytes - first, host, whole.owner), 0)
 
     def seal_window(self) -> None:
         """Every peer has opened it."""

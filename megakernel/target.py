@@ -47,6 +47,7 @@ class Target:
     link_gbps: float = 0.0  # what one device sends to all its peers, GB/s, one direction
     link_us: float = 0.0  # a store into a peer's memory to its being seen there, microseconds
     link_source: str = ""  # where these two come from
+    stamped_links: bool = False  # elements that go to a peer carry their own validity, else a counter follows them
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -93,7 +94,7 @@ def _cuda(name: str, sms: int, shared_kb: int, gbps: float, cluster: int = 1) ->
         name=name, backend="cuda", workers=sms, shared_bytes=shared_kb * 1024, stream_gbps=gbps, worker_gflops=2000.0,
         hop_us=2.0, task_us=0.3, tile_n=8, page_tokens=64, piece_tokens=256, value_edges=True, cluster=cluster,
         half_only=True, head_multiple=32, page_least=32, piece_bytes=shared_kb * 1024 * 2 // 3, rotary_multiple=32,
-        source="vendor documents; sm_90a measured on an H200", **_link(name),
+        source="vendor documents; sm_90a measured on an H200", stamped_links=True, **_link(name),
     )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def _hip(name: str) -> Target:
         cache_gbps=part.cache_gbps or 0.0,
         source=f"{part.name}: vendor documents, see parts.py; never run on hardware by this project"
         + (f"; not published: {', '.join(lacks)}" if lacks else ""),
-        **_link(name),
+        stamped_links=True, **_link(name),
     )  # fmt: skip
 
 

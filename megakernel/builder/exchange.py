@@ -27,14 +27,14 @@ class Exchanges:
     logits: str = ""
 
     @staticmethod
-    def of(fused: Sequence[Fused], graph: Graph, rows: int, sampled_rows: int) -> Exchanges:
-        """`rows`, `sampled_rows`: what a step has room for."""
+    def of(fused: Sequence[Fused], graph: Graph, rows: int, sampled_rows: int, element: int) -> Exchanges:
+        """`rows`, `sampled_rows`: what a step has room for; `element`: bytes of one."""
         found = [item for item in fused if isinstance(item, FusedExchange)]
         if not found:
             return Exchanges()
         ranks = found[0].ranks
         bytes_of = [
-            -(-4 * ranks * (sampled_rows if f.join else rows) * graph.tensor(f.input).cols // ALIGN) * ALIGN
+            -(-element * ranks * (sampled_rows if f.join else rows) * graph.tensor(f.input).cols // ALIGN) * ALIGN
             for f in found
         ]
         first = WINDOW.size + len(found) * ranks * COUNTER_STRIDE * 8

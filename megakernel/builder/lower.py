@@ -26,6 +26,7 @@ from megakernel.errors import LoweringError
 from megakernel.graph import LOGITS, Graph, RopeSpec, Tensor
 from megakernel.target import Target
 from megakernel.tasks import advance, attention, combine, embedding, hidden, input, matmul, norm, output, push, receive, sample
+from megakernel.tasks.push import FLOAT_BYTES, STAMPED_BYTES
 from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS
 from megakernel.tasks.task import DType, TaskNode, all_operators
 
@@ -119,7 +120,8 @@ class _Lowering:
         self._inputs()
         fused = fuse(self.graph)
         self.heads, self.outputs = head_orders(fused, self.target)
-        self.exchanges = Exchanges.of(fused, self.graph, self.limits.max_rows, self.limits.sampled_rows)
+        element = STAMPED_BYTES if self.target.stamped_links else FLOAT_BYTES
+        self.exchanges = Exchanges.of(fused, self.graph, self.limits.max_rows, self.limits.sampled_rows, element)
         for item in fused:
             if isinstance(item, FusedEmbedding):
                 self._embedding(item)
@@ -280,14 +282,15 @@ class _Lowering:
         rows = self.limits.sampled_rows if item.join else self.limits.max_rows
         sent = push.node(
             f"{item.name}.push", cols=part.cols, input=item.input, exchange=number,
-            buffer=self.exchanges.buffers[number], rows=rows, ranks=ranks,
-            tile_cols=norm_tile(self.target, part.cols), sampled=item.join, layer=item.layer,
+            exchanges=len(self.exchanges.names), buffer=self.exchanges.buffers[number], rows=rows, ranks=ranks,
+            tile_cols=norm_tile(self.target, part.cols), sampled=item.join, stamped=self.target.stamped_links,
+            layer=item.layer,
         )  # fmt: skip
         self.nodes.append(sent)
         self._tensor(item.output, cols, rows if item.join else None)
         self.nodes.append(
             receive.node(
-                item.name, sent=sent, cols=cols, output=item.output, ranks=ranks, residual=item.residual,
+                item.name, sent=sent, cols=cols, output=item.output, residual=item.residual,
                 tile_cols=norm_tile(self.target, cols), scale=item.scale, layer=item.layer,
             )
         )  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.device import cuda_peer
 from megakernel.device.cuda_compiler import (
     DEFAULTS,
     INSTALL,
@@ -397,10 +398,33 @@ class CudaDevice(Device):
     def free(self, buffer: Buffer) -> None:
         self.make_current()
         d = _driver()
-        if buffer.host is None:
+        if isinstance(buffer.owner, cuda_peer.Opened):
+            d.cuIpcCloseMemHandle(buffer.address)
+        elif buffer.host is None:
             d.cuMemFree(buffer.address)
         elif self._hosts.pop(buffer.address, None) is not None:
             d.cuMemFreeHost(buffer.owner)
+
+
+    def allocate_window(self, nbytes: int, shared: bool) -> Buffer:
+        """GPU memory in allocations of its own: a handle is of a whole one."""
+        size = -(-nbytes // cuda_peer.WINDOW_MULTIPLE) * cuda_peer.WINDOW_MULTIPLE
+        return replace(self.allocate(size), bytes=nbytes)
+
+    def reach(self, peer: Device) -> None:
+        assert isinstance(peer, CudaDevice)
+        if peer.info.index != self.info.index:
+            peer.make_current()
+            self.make_current()
+            cuda_peer.enable(_driver(), self.info, peer.info, peer._context)
+
+    def window_handle(self, buffer: Buffer) -> bytes:
+        self.make_current()
+        return cuda_peer.handle_of(_driver(), buffer.address)
+
+    def open_window(self, handle: bytes, nbytes: int) -> Buffer:
+        self.make_current()
+        return Buffer(cuda_peer.opened(_driver(), self.name, handle), nbytes, None, cuda_peer.Opened())
 
 
 def devices() -> list[Device]:

@@ -29,7 +29,7 @@ struct Core<tasks::Sample<kConfig>> {
     bool waited = false;
 #pragma unroll 1
     for (uint32_t s = record.tile_begin; s < end; ++s) {
-      if (wants_largest_only(w, s)) continue;  // `advance` finds it
+      if (abi::kRanks == 1 && wants_largest_only(w, s)) continue;  // `advance` finds it
       if (!waited) wait_counters(w, record);
       waited = true;
       trace::ready(w, abi::Role::kConsumer);

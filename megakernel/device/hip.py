@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.device import hip_peer
 from megakernel.device.code_object import KernelReport, kernel_report, symbol_bytes
 from megakernel.device.device import Availability, Buffer, Bytes, Device, Executable, KernelSource
 from megakernel.device.hip_compiler import FREESTANDING, compile_code_object, compile_flags, find_compiler, is_rocm
@@ -404,7 +405,31 @@ class HipDevice(Device):
         self.make_current()
         hip = _hip()
         self._hosts.pop(buffer.address, None)
+        if isinstance(buffer.owner, hip_peer.Opened):
+            _checked(hip.hipIpcCloseMemHandle(buffer.address))
+            return
         _checked(hip.hipHostFree(buffer.owner) if buffer.host is not None else hip.hipFree(buffer.owner))
+
+
+    def allocate_window(self, nbytes: int, shared: bool) -> Buffer:
+        """Fine-grained memory: what a peer writes is seen while the kernel runs. Not run on hardware."""
+        self.make_current()
+        pointer = hip_peer.allocate(_hip(), self.name, nbytes)
+        return Buffer(int(pointer), nbytes, None, pointer)
+
+    def reach(self, peer: Device) -> None:
+        assert isinstance(peer, HipDevice)
+        if peer.info.index != self.info.index:
+            self.make_current()
+            hip_peer.enable(_hip(), self.info, peer.info)
+
+    def window_handle(self, buffer: Buffer) -> bytes:
+        self.make_current()
+        return hip_peer.handle_of(_hip(), buffer.address)
+
+    def open_window(self, handle: bytes, nbytes: int) -> Buffer:
+        self.make_current()
+        return Buffer(hip_peer.opened(_hip(), self.name, handle), nbytes, None, hip_peer.Opened())
 
 
 def devices() -> Sequence[Device]:

@@ -1,11 +1,11 @@
 """Proof that what devices write into each other's windows is read before it is written over.
 
 All ranks run one schedule, so what is proven here of a rank r that is written to and a rank q that writes holds for every
-pair. Known: a tile that receives exchange m on q begins when all tiles that send m in that step are done on r, and a
-step of a device begins when its step before is over. Let q send k where r still has j. That r has read j is known to q
-through an exchange m between them, which r sends after it has read j:
+pair. Known: a tile that receives exchange m on q begins when all tiles that send m in that step are done on r (or, of a
+stamped one, at least one of them), and a step of a device begins when its step before is over. Let q send k where r still
+has j. That r has read j is known to q through an exchange m between them, which r sends after it has read j:
 
-    in one step, j before k   every tile of r that receives j comes before a tile that sends m,
+    in one step, j before k   every tile of r that receives j comes before a tile that sends m (stamped: every one),
                               and every tile of q that sends k comes after one that receives m
     j of the step before      the first is enough (q ends a step after all it has received in it),
                               and so is the second (r begins a step after all it has read in the one before)
@@ -81,7 +81,8 @@ class ExchangeCheck:
         nodes = {e.sender for e in ends} | {e.receiver for e in ends}
         self.places = {n: np.asarray(places.get(n, []), np.int64).reshape(-1, 2) for n in nodes}
         self.clocks = {n: np.asarray([clock[c][p] for c, p in places.get(n, [])]) for n in nodes}
-        self.before_sent = {e.sender: self.clocks[e.sender].max(0) for e in ends}  # by any tile that sends it
+        self.before_any = {e.sender: self.clocks[e.sender].max(0) for e in ends}  # before some tile that sends it
+        self.before_all = {e.sender: self.clocks[e.sender].min(0) for e in ends}
         self.known: dict[tuple[int, int], bool] = {}
 
     def run(self) -> list[str]:
@@ -102,13 +103,17 @@ class ExchangeCheck:
     def _proven(self, j: Ends, k: Ends, at: int, same_step: bool) -> bool:
         nearest_first = [*self.ends[:at][::-1], *self.ends[at:]]
         if same_step:
-            return any(self._read_before_sent(j, m) and self._sent_after_received(k, m) for m in nearest_first)
+            return any(
+                self._read_before_sent(j, m, every=m.exchange.stamped) and self._sent_after_received(k, m)
+                for m in nearest_first
+            )
         return any(self._read_before_sent(j, m) or self._sent_after_received(k, m) for m in nearest_first)
 
-    def _read_before_sent(self, j: Ends, m: Ends) -> bool:
-        """Every tile that receives j comes before some tile that sends m."""
+    def _read_before_sent(self, j: Ends, m: Ends, *, every: bool = False) -> bool:
+        """Every tile that receives j comes before some tile that sends m, or before every one."""
         where = self.places[j.receiver]
-        return bool((self.before_sent[m.sender][where[:, 0]] > where[:, 1]).all())
+        before = self.before_all if every else self.before_any
+        return bool((before[m.sender][where[:, 0]] > where[:, 1]).all())
 
     def _sent_after_received(self, k: Ends, m: Ends) -> bool:
         """Every tile that sends k comes after some tile that receives m."""

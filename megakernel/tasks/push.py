@@ -3,7 +3,8 @@
 window of each peer, buffer[rank, r, c] = input[r, c]       buffer [ranks, rows, cols] float32
 
 Then the peer's counter of this sender gets the number of tiles: the peer knows that all is there when it has reached the
-tiles of the node times the step. With `sampled` the rows are those whose logits are wanted.
+tiles of the node times the step. With `stamped` there is no counter: an element is 8 bytes, the float and in the high half
+the stamp of exchange and step, stored as one. With `sampled` the rows are those whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -15,24 +16,29 @@ from typing import Any
 from megakernel.tasks.record import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Exchange, Region, Task, TaskNode, Variant, tile_columns
 
+FLOAT_BYTES, STAMPED_BYTES = 4, 8  # of an element in a window
+
 
 @dataclass(frozen=True)
 class PushConfig(Variant):
     sampled: bool = False
+    stamped: bool = False
 
 
 class Push(Task):
     """Tile t sends columns `[t * tile_cols, (t + 1) * tile_cols)` of every row. It writes no workspace."""
 
     name = "push"
+    awaits_values = True
     body = "Push"
     config = "PushConfig"
     fields = Struct(
         "PushFields",
         (
-            Field("buffer", "u64", doc="offset in every window: f32 [ranks][rows][cols]"),
+            Field("buffer", "u64", doc="offset in every window: [ranks][rows][cols] elements"),
             Field("input", "u32", doc="offset in the workspace: f32 [rows][cols]"),
             Field("exchange", "u32", doc="its number"),
+            Field("exchanges", "u32", doc="of a step"),
             Field("rows", "u32", doc="rows that the buffer has room for"),
             Field("cols", "u32"),
             Field("tile_cols", "u32"),
@@ -50,8 +56,8 @@ class Push(Task):
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
         low, high = tile_columns(node, first, count)
-        sent = 4.0 * (high - low)
-        return Cost(other_bytes=sent, link_bytes=sent * (node.sizes["ranks"] - 1))
+        sent = float((high - low) * (node.sizes["ranks"] - 1) * node.sizes["element"])
+        return Cost(other_bytes=4.0 * (high - low), link_bytes=sent)
 
     @staticmethod
     def sends(node: TaskNode) -> Exchange | None:
@@ -59,23 +65,25 @@ class Push(Task):
 
     @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
-        sizes = ("buffer", "exchange", "rows", "cols", "tile_cols")
+        sizes = ("buffer", "exchange", "exchanges", "rows", "cols", "tile_cols")
         return {"input": at.tensor(node.tensors["input"]), **{key: node.sizes[key] for key in sizes}}
 
 
 def exchange_of(node: TaskNode) -> Exchange:
     """The exchange of a node with the sizes of `node` below."""
     s = node.sizes
-    return Exchange(s["exchange"], s["buffer"], s["buffer"] + 4 * s["ranks"] * s["rows"] * s["cols"])
+    size = s["element"] * s["ranks"] * s["rows"] * s["cols"]
+    return Exchange(s["exchange"], s["buffer"], s["buffer"] + size, s["element"] == STAMPED_BYTES)
 
 
 def node(
-    name: str, *, cols: int, input: str, exchange: int, buffer: int, rows: int, ranks: int, tile_cols: int,
-    sampled: bool = False, layer: int = -1,
+    name: str, *, cols: int, input: str, exchange: int, exchanges: int, buffer: int, rows: int, ranks: int,
+    tile_cols: int, sampled: bool = False, stamped: bool = False, layer: int = -1,
 ) -> TaskNode:  # fmt: skip
-    """Tensor `input`: f32 [rows, cols]. `buffer`: byte offset in every window."""
+    """Tensor `input`: f32 [rows, cols]. `buffer`: byte offset in every window. `exchanges`: how many a step has."""
     width = min(cols, tile_cols)
     sizes = {
-        "cols": cols, "tile_cols": width, "exchange": exchange, "buffer": buffer, "rows": rows, "ranks": ranks,
+        "cols": cols, "tile_cols": width, "exchange": exchange, "exchanges": exchanges, "buffer": buffer, "rows": rows,
+        "ranks": ranks, "element": STAMPED_BYTES if stamped else FLOAT_BYTES,
     }  # fmt: skip
-    return TaskNode(name, Push, PushConfig(sampled), -(-cols // width), {"input": input}, {}, sizes, {}, layer)
+    return TaskNode(name, Push, PushConfig(sampled, stamped), -(-cols // width), {"input": input}, {}, sizes, {}, layer)

@@ -3,7 +3,7 @@
     sum:   output[r, c] = residual[r, c] + scale * (part[0, r, c] + part[1, r, c] + ...)
     join:  output[r, j] = part[k, r, j - first(k)],  first(k) = k * cols, of the last rank out_cols - cols
 
-part[k] is rank k's [rows, cols] float32: its buffer in this device's window, or for the own rank the tensor that is
+With `stamped` each element is waited for by itself (see push.py); else all that the peers send. part[k] is rank k's [rows, cols] float32: its buffer in this device's window, or for the own rank the tensor that is
 pushed to the others. The sum begins with part 0 and adds one rank after the other. In a join the last rank's columns may
 overlap those before; they are equal there.
 """
@@ -30,22 +30,25 @@ class ReceiveConfig(Variant):
 
     join: bool = False
     residual: bool = False
+    stamped: bool = False
 
 
 class Receive(Task):
     """Tile t makes columns `[t * tile_cols, (t + 1) * tile_cols)` of the output."""
 
     name = "receive"
+    awaits_values = True
     body = "Receive"
     config = "ReceiveConfig"
     fields = Struct(
         "ReceiveFields",
         (
-            Field("buffer", "u64", doc="offset in the window: f32 [ranks][rows][part_cols]"),
+            Field("buffer", "u64", doc="offset in the window: [ranks][rows][part_cols] elements"),
             Field("input", "u32", doc="offset in the workspace: f32 [rows][part_cols], this rank's part"),
             Field("output", "u32", doc="offset in the workspace: f32 [rows][cols]"),
             Field("residual", "u32", doc="offset in the workspace: f32 [rows][cols], or kNone"),
             Field("exchange", "u32", doc="its number"),
+            Field("exchanges", "u32", doc="of a step"),
             Field("sent_tiles", "u32", doc="tiles that each rank sends in a step"),
             Field("rows", "u32", doc="rows that the buffer has room for"),
             Field("part_cols", "u32", doc="columns of a rank's part"),
@@ -73,13 +76,19 @@ class Receive(Task):
         return Cost(other_bytes=4.0 * (high - low) * (parts + 2), flops=float((high - low) * parts))
 
     @staticmethod
+    def by_value(node: TaskNode) -> bool:
+        assert isinstance(node.variant, ReceiveConfig)
+        return node.variant.stamped and not node.variant.join
+
+    @staticmethod
     def receives(node: TaskNode) -> Exchange | None:
         sizes = {**node.sizes, "cols": node.sizes["part_cols"]}
         return exchange_of(TaskNode(node.name, node.task, node.variant, node.tiles, {}, {}, sizes))
 
     @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
-        t, sizes = node.tensors, ("buffer", "exchange", "sent_tiles", "rows", "part_cols", "cols", "tile_cols")
+        t = node.tensors
+        sizes = ("buffer", "exchange", "exchanges", "sent_tiles", "rows", "part_cols", "cols", "tile_cols")
         return {
             "input": at.tensor(t["input"]), "output": at.tensor(t["output"]),
             "residual": at.tensor(t["residual"]) if "residual" in t else NONE,
@@ -88,7 +97,7 @@ class Receive(Task):
 
 
 def node(
-    name: str, *, sent: TaskNode, cols: int, output: str, ranks: int, tile_cols: int, residual: str | None = None,
+    name: str, *, sent: TaskNode, cols: int, output: str, tile_cols: int, residual: str | None = None,
     scale: float = 1.0, layer: int = -1,
 ) -> TaskNode:  # fmt: skip
     """The other end of the push `sent`. Tensor `output` f32 [rows, cols]: a sum when `cols` are those of a part, else a
@@ -97,11 +106,11 @@ def node(
     s = sent.sizes
     tensors = {"input": sent.tensors["input"], "output": output}
     sizes = {
-        "cols": cols, "part_cols": s["cols"], "tile_cols": width, "exchange": s["exchange"], "buffer": s["buffer"],
-        "rows": s["rows"], "ranks": ranks, "sent_tiles": sent.tiles,
+        **s, "cols": cols, "part_cols": s["cols"], "tile_cols": width, "sent_tiles": sent.tiles,
     }  # fmt: skip
+    stamped = exchange_of(sent).stamped
     return TaskNode(
-        name, Receive, ReceiveConfig(cols != s["cols"], residual is not None), -(-cols // width),
+        name, Receive, ReceiveConfig(cols != s["cols"], residual is not None, stamped), -(-cols // width),
         tensors if residual is None else {**tensors, "residual": residual}, {}, sizes, {"scale": scale}, layer,
     )  # fmt: skip
 

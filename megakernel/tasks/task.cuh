@@ -32,6 +32,16 @@
 //   await_peer(w, p, target, counter)     until *p, a word of this device's window, reached the target: acquire at system
 //                                         scope. False when the launch is over. `counter` is for reports
 //   signal_peer(w, p, n, counter)         after w.sync(): +n on a word of a peer's window, release at system scope
+//
+// and for a lane:
+//
+//   put_stamped(p, v, stamp)              a float and its stamp into a peer's window, as one store that orders nothing
+//   take_stamped(w, p, stamp, v, counter) waits for that; false when the launch is over. settle(w, good), by the whole
+//                                         group, makes it known to all lanes that one of them got false
+//   take(w, p)                            a float that another worker may publish by value; waits for it
+//   give(p, v)                            publishes by value
+//   retire(w, p, cols, stride)            clears p[r * stride + c] of the step before, of its rows. Where no edges
+//                                         are by value a plain load, a plain store and nothing
 #pragma once
 
 namespace megakernel::tasks {
@@ -125,6 +135,11 @@ MK_DEVICE abi::Link* link(const Worker& w) { return at<abi::Link>(w.args.launch 
 MK_DEVICE uint32_t sender_index(uint32_t exchange, uint32_t sender) { return exchange * abi::kRanks + sender; }
 MK_DEVICE uint64_t* sender_counter(uint64_t window, uint32_t index) {
   return at<uint64_t>(window + sizeof(abi::Window)) + uint64_t(index) * abi::kCounterStride;
+}
+
+// Of elements that belong to one exchange of one step; never 0. The host clears windows before a stamp comes again.
+MK_DEVICE uint32_t stamp_of(const Worker& w, uint32_t exchange, uint32_t exchanges) {
+  return uint32_t(w.step * exchanges + exchange) | 0x80000000u;
 }
 
 MK_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }

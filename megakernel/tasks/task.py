@@ -127,12 +127,14 @@ class Addresses:
 class Exchange:
     """What the ranks' devices hand to each other at one place of a step. Every rank sends, every rank receives all.
 
-    number: 0, 1, ... start, stop: bytes of every window that it takes.
+    number: 0, 1, ... start, stop: bytes of every window that it takes. stamped: each element says by itself that it is of
+    this exchange, so that a tile waits only for the elements that it reads; else it waits for all that is sent.
     """
 
     number: int
     start: int
     stop: int
+    stamped: bool = False
 
 
 class Task(ABC):
@@ -184,7 +186,7 @@ class Task(ABC):
 
     @staticmethod
     def receives(node: TaskNode) -> Exchange | None:
-        """The exchange of which every tile of the node waits for all that the peers send."""
+        """The exchange of which every tile of the node waits for what the peers send."""
         return None
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megakernel.ranks import ProcessRank, Ranks
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
 from megakernel.settings import Settings
+from megakernel.target import Target
 from megakernel.tasks.record import NONE
 from tests.models.quick import QuickDevice
 from tests.program.cpu.conftest import write_checkpoint
@@ -35,6 +37,14 @@ BUDGET_MS = 400
 
 Open = Callable[..., LLM]
 Array = npt.NDArray[np.float32]
+
+
+class StampedDevice(QuickDevice):
+    """Elements carry their own validity between devices, as they do between GPUs."""
+
+    @property
+    def target(self) -> Target:
+        return replace(super().target, stamped_links=True)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +73,10 @@ def opened(model: Path, cache: Path) -> Iterator[Open]:
         yield lambda **options: stack.enter_context(open_model(model, cache, **options))
 
 
-def open_model(path: Path, cache: Path, spin_ms: int = 60_000, **options: Any) -> LLM:
+def open_model(path: Path, cache: Path, spin_ms: int = 60_000, stamped: bool = False, **options: Any) -> LLM:
+    device = StampedDevice() if stamped else QuickDevice()
     chosen = {"dtype": "f32", "workers": 1, "max_context": 300, "max_slots": 4, **options}
-    return LLM(path, device=QuickDevice(), settings=Settings(cache=cache, spin_ms=spin_ms), **chosen)
+    return LLM(path, device=device, settings=Settings(cache=cache, spin_ms=spin_ms), **chosen)
 
 
 def greedy(count: int = 12) -> SamplingParams:
@@ -121,6 +132,38 @@ def test_processes_and_threads_give_the_same_bits(shared: Open, opened: Open, tp
     assert tokens(processes, greedy()) == tokens(threads, greedy())
     assert tokens(processes, sampled()) == tokens(threads, sampled())
     assert same_bits(logits(processes), logits(threads))
+
+
+@pytest.mark.parametrize(("tp", "processes"), [(2, False), (4, True)])
+def test_stamped_elements_give_the_same_bits(shared: Open, opened: Open, tp: int, processes: bool) -> None:
+    counted = shared(tp=tp)
+    stamped = opened(tp=tp, tp_processes=processes, stamped=True, workers=2, chaos=True)
+    assert "stamped = true" in "".join(stamped.program.manifest.variants)
+    assert tokens(stamped, greedy()) == tokens(counted, greedy())
+    assert tokens(stamped, sampled()) == tokens(counted, sampled())
+    assert same_bits(logits(stamped), logits(counted))
+
+
+def test_stamps_that_come_again_meet_no_old_ones(opened: Open) -> None:
+    """As after 2^30 exchanges: what is left in the windows would be taken for that of this step."""
+    llm = opened(tp=2, stamped=True, chaos=True)
+    want = tokens(llm, greedy())
+    runtime = llm.engine.runtime
+    assert isinstance(runtime, Ranks)
+
+    def spoil(runtime: Runtime) -> None:
+        assert isinstance(runtime, Ranks)
+        runtime._turn = 7  # the next launch sees that another turn has begun
+        for window in (runtime.window, runtime.others[0].runtime.window):  # type: ignore[attr-defined]
+            assert window.host is not None
+            first = 128 + len(runtime.manifest.exchanges) * 2 * 128
+            stamps = window.host[first : first + (len(window.host) - first) // 8 * 8].view(np.uint32)[1::2]
+            stamps[:] = np.uint32(runtime._step * len(runtime.manifest.exchanges) | 0x80000000) + np.arange(
+                len(stamps), dtype=np.uint32
+            ) % np.uint32(64)
+
+    llm.engine.between_launches(spoil)
+    assert tokens(llm, greedy()) == want and runtime._turn == 0
 
 
 def test_delays_everywhere_change_no_bit(shared: Open) -> None:
@@ -222,6 +265,24 @@ def test_a_lost_push_names_the_devices_and_the_exchange(opened: Open, processes:
     assert llm.program.manifest.exchanges[2] in report.detail and report.task == "receive"
     llm.engine.exclusive(lambda runtime: lose(runtime, NONE))
     assert tokens(llm, greedy(6)) == want and llm.stats().faults == 1
+
+
+def test_a_lost_stamp_names_the_sender(opened: Open) -> None:
+    """Rank 1 writes into another buffer: what rank 0 waits for does not come."""
+    llm = opened(tp=2, stamped=True, chaos=True, spin_ms=BUDGET_MS)
+    want = tokens(llm, greedy(6))
+
+    def misdirect(runtime: Runtime, back: bool) -> None:
+        assert isinstance(runtime, Ranks)
+        other = runtime.others[0].runtime  # type: ignore[attr-defined]
+        other.connect([(other if not back else runtime).window.address, other.window.address])
+
+    llm.engine.exclusive(lambda runtime: misdirect(runtime, False))
+    with pytest.raises(DeviceFault) as caught:
+        tokens(llm, greedy(6))
+    assert "rank 0 waits for rank 1, which has not sent its part of layers.0." in caught.value.report.detail
+    llm.engine.exclusive(lambda runtime: misdirect(runtime, True))
+    assert tokens(llm, greedy(6)) == want
 
 
 @pytest.mark.parametrize("rank", [0, 1])
