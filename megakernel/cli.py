@@ -241,8 +241,9 @@ def schedule_command(
     figures = Calibration.load(calibration) if calibration else Calibration()
     figures.check_target(goal.name)
     goal = replace(goal, source=figures.source or goal.source)
-    said = simulate(made.schedule, goal, context, figures)
-    hops = share_of_hops(made.schedule, goal, context, figures)
+    ordered = made.counted or made.schedule  # an edge by value is a hop too
+    said = simulate(ordered, goal, context, figures)
+    hops = share_of_hops(ordered, goal, context, figures)
     if worker is not None and not 0 <= worker < made.schedule.workers:
         raise InvalidRequest(f"--worker: expected 0 to {made.schedule.workers - 1}, got {worker}")
     entries = [

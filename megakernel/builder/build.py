@@ -49,6 +49,7 @@ class Plan:
     target: Target
     keeps_tensors: bool = False
     rank: int = 0
+    counted: Schedule | None = None  # where edges are by value: with the counters that `verify` saw, for `simulate`
 
 
 def build_graph(config: Mapping[str, Any]) -> Graph:
@@ -99,9 +100,8 @@ def plan_graph(
     made = schedule(lowered.nodes, placed, policy, alias=memory.at)
     made = add_relays(made, target)
     verify(made, memory.at)
-    if target.value_edges:
-        made = drop_value_waits(made)
-    return Plan(graph, lowered, memory, made, limits, target, keep_tensors or target.value_edges)
+    chosen = drop_value_waits(made) if target.value_edges else made
+    return Plan(graph, lowered, memory, chosen, limits, target, keep_tensors or target.value_edges, counted=made)
 
 
 def plan_source(made: Plan, *, chaos: bool = False, trace: bool = False) -> KernelSource:

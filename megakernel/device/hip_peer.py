@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from megakernel.errors import CapacityError, DeviceUnavailable
 
 FINE_GRAINED = 1  # hipDeviceMallocFinegrained
+HANDLE_BYTES = 64
 
 
 class Opened:
@@ -38,19 +40,18 @@ def enable(hip: Any, own: Any, peer: Any) -> None:
 
 def handle_of(hip: Any, address: int) -> bytes:
     """What another process opens the memory at `address` by. Raises DeviceUnavailable."""
-    handle = hip.hipIpcMemHandle_t()
-    (status,) = hip.hipIpcGetMemHandle(handle, address)
+    status, handle = hip.hipIpcGetMemHandle(address)
     if int(status) != 0:
         raise DeviceUnavailable(
             f"GPU memory cannot be shared with another process ({status.name}); run all ranks in one process"
         )
-    return bytes(handle.reserved)
+    return ctypes.string_at(handle.as_c_void_p().value, HANDLE_BYTES)
 
 
 def opened(hip: Any, name: str, handle: bytes) -> int:
     """Where the current GPU sees the memory of another process. Raises DeviceUnavailable."""
     made = hip.hipIpcMemHandle_t()
-    made.reserved = handle
+    ctypes.memmove(made.as_c_void_p().value, handle, HANDLE_BYTES)
     status, address = hip.hipIpcOpenMemHandle(made, hip.hipIpcMemLazyEnablePeerAccess)
     if int(status) != 0:
         raise DeviceUnavailable(

@@ -16,18 +16,24 @@ from megakernel.device import hip
 # Every call that hip.py makes, with its parameters as hip-python 10.0 declares them; test_bindings.py compares them
 # with the package where it is installed.
 SIGNATURES: dict[str, tuple[str, ...]] = {
+    "hipDeviceCanAccessPeer": ("deviceId", "peerDeviceId"),
+    "hipDeviceEnablePeerAccess": ("peerDeviceId", "flags"),
     "hipDeviceGetAttribute": ("attr", "deviceId"),
     "hipEventCreateWithFlags": ("flags",),
     "hipEventDestroy": ("event",),
     "hipEventElapsedTime": ("start", "stop"),
     "hipEventQuery": ("event",),
     "hipEventRecord": ("event", "stream"),
+    "hipExtMallocWithFlags": ("sizeBytes", "flags"),
     "hipFree": ("ptr",),
     "hipGetDeviceCount": (),
     "hipGetDeviceProperties": ("deviceId",),
     "hipHostFree": ("ptr",),
     "hipHostGetDevicePointer": ("hstPtr", "flags"),
     "hipHostMalloc": ("size", "flags"),
+    "hipIpcCloseMemHandle": ("devPtr",),
+    "hipIpcGetMemHandle": ("devPtr",),
+    "hipIpcOpenMemHandle": ("handle", "flags"),
     "hipMalloc": ("size",),
     "hipMemGetInfo": (),
     "hipMemcpyAsync": ("dst", "src", "sizeBytes", "kind", "stream"),
@@ -61,7 +67,18 @@ class Status(int):
 
 OK = Status(0, "hipSuccess")
 NO_DEVICE, NOT_READY = Status(100, "hipErrorNoDevice"), Status(600, "hipErrorNotReady")
+PEER_KNOWN = Status(704, "hipErrorPeerAccessAlreadyEnabled")
 OUT_OF_MEMORY, FAILED = Status(2, "hipErrorOutOfMemory"), Status(719, "hipErrorLaunchFailure")
+
+
+class FakeHandle:
+    """Of memory that another process may open."""
+
+    def __init__(self) -> None:
+        self.bytes = (ctypes.c_uint8 * 64)()
+
+    def as_c_void_p(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(ctypes.addressof(self.bytes))
 
 
 class FakeHip(types.ModuleType):
@@ -81,7 +98,10 @@ class FakeHip(types.ModuleType):
         self.attributes = {"WallClockRate": clock, "CooperativeLaunch": cooperative}
         if xcds is not None:
             self.attributes["NumberOfXccs"] = xcds
-        self.hipError_t = types.SimpleNamespace(hipErrorNotReady=NOT_READY)
+        self.hipError_t = types.SimpleNamespace(
+            hipErrorNotReady=NOT_READY, hipErrorPeerAccessAlreadyEnabled=PEER_KNOWN
+        )  # fmt: skip
+        self.hipIpcMemHandle_t, self.hipIpcMemLazyEnablePeerAccess = FakeHandle, 1
         self.hipDeviceProp_t = types.SimpleNamespace
         self.hipDeviceAttribute_t = types.SimpleNamespace(**{f"hipDeviceAttribute{n}": n for n in self.attributes})
         self.hipMemcpyKind = types.SimpleNamespace(hipMemcpyHostToDevice=1, hipMemcpyDeviceToHost=2)
@@ -123,6 +143,21 @@ class FakeHip(types.ModuleType):
         array = np.zeros(size, np.uint8)
         self.memory[array.ctypes.data] = array
         return OK, array.ctypes.data
+
+    def do_hipExtMallocWithFlags(self, size: int, flags: int) -> Any:
+        assert flags == 1, "what a peer writes would be seen when the kernel has ended"
+        return self.do_hipMalloc(size)
+
+    def do_hipDeviceCanAccessPeer(self, _own: int, _peer: int) -> Any:
+        return OK, 1
+
+    def do_hipIpcGetMemHandle(self, address: int) -> Any:
+        handle = FakeHandle()
+        handle.bytes[:8] = address.to_bytes(8, "little")
+        return OK, handle
+
+    def do_hipIpcOpenMemHandle(self, handle: FakeHandle, _flags: int) -> Any:
+        return OK, int.from_bytes(bytes(handle.bytes[:8]), "little")
 
     def do_hipHostMalloc(self, size: int, flags: int) -> Any:
         assert flags & hip.COHERENT, "the host would not see the kernel's stores while it runs"

@@ -20,7 +20,7 @@ from megakernel.device.device import KernelSource
 from megakernel.errors import CapacityError, DeviceUnavailable, MegakernelError, ProgramError
 from megakernel.target import find_target
 from megakernel.tasks.record import ARGS
-from tests.hip.fake_runtime import FAILED, NO_DEVICE, NOT_READY, OK, OUT_OF_MEMORY, FakeHip, Status, imitate
+from tests.hip.fake_runtime import FAILED, NO_DEVICE, NOT_READY, OK, OUT_OF_MEMORY, PEER_KNOWN, FakeHip, Status, imitate
 from tests.unit.test_hip_build import TINY
 
 ABI = 0x1234567890ABCDEF
@@ -378,3 +378,28 @@ def test_hiprtc_comes_before_clang_where_rocm_is(monkeypatch: pytest.MonkeyPatch
             hip_compiler.compile_code_object(source, INCLUDE, found)
     finally:
         hip_compiler.find_compiler.cache_clear()
+
+
+def test_windows_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process by peer access, in another by a handle; a window is fine-grained memory."""
+    fake = FakeHip(count=2)
+    imitate(monkeypatch, fake)
+    one, two = hip.devices()
+    assert isinstance(one, hip.HipDevice)
+    window = one.allocate_window(1000, shared=True)
+    one.reach(one)
+    assert not any(call[0] == "hipDeviceEnablePeerAccess" for call in fake.calls)
+    one.reach(two)
+    assert ("hipDeviceEnablePeerAccess", 1, 0) in fake.calls
+    fake.answers["hipDeviceEnablePeerAccess"] = (PEER_KNOWN,)
+    one.reach(two)  # it was enabled before
+    opened = two.open_window(one.window_handle(window), 1000)
+    assert opened.address == window.address
+    two.free(opened)
+    assert ("hipIpcCloseMemHandle", window.address) in fake.calls
+    fake.answers["hipDeviceCanAccessPeer"] = (OK, 0)
+    with pytest.raises(DeviceUnavailable, match=r"GPU 0 \(a GPU\) cannot reach the memory of GPU 1 .*Infinity Fabric"):
+        one.reach(two)
+    fake.answers["hipIpcOpenMemHandle"] = (FAILED, 0)
+    with pytest.raises(DeviceUnavailable, match=r"hip:1 cannot open the window of a peer .*run all ranks in one process"):
+        two.open_window(bytes(64), 1000)

@@ -306,6 +306,15 @@ def test_whole_kernels_of_other_types_and_with_recording(target: str, dtype: str
     check_resources(target, build(target, dtype, SMOLLM2_135M, trace))
 
 
+def test_several_devices_write_each_other_at_system_scope() -> None:
+    plan = make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200, tp=2)
+    code = compile_code_object(plan_source(plan), INCLUDE, find_compiler())
+    assert kernel_report(code).vgpr_spills == 0
+    text = compile_assembly(plan_source(plan), INCLUDE, find_compiler())
+    lines = [line for line in text.splitlines() if "sc1" in line]
+    assert any(re.search(r"flat_store_dwordx2|global_store_dwordx2", line) and "sc0" in line for line in lines)
+
+
 def test_compiler_id_names_target_and_flags() -> None:
     ids = {t: hip.HipDevice(None).compiler_id(find_target(t)) for t in AMD}
     assert len(set(ids.values())) == len(AMD)

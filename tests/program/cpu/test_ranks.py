@@ -157,10 +157,9 @@ def test_stamps_that_come_again_meet_no_old_ones(opened: Open) -> None:
         for window in (runtime.window, runtime.others[0].runtime.window):  # type: ignore[attr-defined]
             assert window.host is not None
             first = 128 + len(runtime.manifest.exchanges) * 2 * 128
-            stamps = window.host[first : first + (len(window.host) - first) // 8 * 8].view(np.uint32)[1::2]
-            stamps[:] = np.uint32(runtime._step * len(runtime.manifest.exchanges) | 0x80000000) + np.arange(
-                len(stamps), dtype=np.uint32
-            ) % np.uint32(64)
+            words = window.host[first : first + (len(window.host) - first) // 8 * 8].view(np.uint32)
+            words[0::2] = np.float32(3e4).view(np.uint32)
+            words[1::2] = (runtime._step + 1) * len(runtime.manifest.exchanges) | 0x80000000
 
     llm.engine.between_launches(spoil)
     assert tokens(llm, greedy()) == want and runtime._turn == 0
