@@ -13,18 +13,21 @@ from megakernel.device.cuda_compiler import checked, open_nvrtc
 
 ROUNDS = 20_000
 SOURCE = """
+__device__ void put(unsigned long long* p, unsigned i) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"((unsigned long long)i << 32) : "memory");
+}
 extern "C" __global__ void answer(unsigned long long* own, unsigned long long* other, unsigned first, unsigned rounds,
                                   unsigned long long* ns) {
   unsigned long long begin, end;
   for (unsigned i = 1; i <= rounds; ++i) {
     if (i == 101) asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-    if (first) asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(other), "l"((unsigned long long)i << 32) : "memory");
+    if (first) put(other, i);
     unsigned long long seen = 0;
     for (unsigned spin = 0; (seen >> 32) != i && spin < 10000000u; ++spin) {
       asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(own) : "memory");
     }
     if ((seen >> 32) != i) { *ns = 0; return; }
-    if (!first) asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(other), "l"((unsigned long long)i << 32) : "memory");
+    if (!first) put(other, i);
   }
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(end));
   *ns = end - begin;

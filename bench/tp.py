@@ -45,7 +45,9 @@ Say = Callable[[Mapping[str, Any]], None]
 
 
 # ---------------------------------------------------------------------------------------------- programs
-def opened(config: Mapping[str, Any], devices: Sequence[CudaDevice], read: Any, context: int, **options: Any) -> Runtime:
+def opened(
+    config: Mapping[str, Any], devices: Sequence[CudaDevice], read: Any, context: int, **options: Any
+) -> Runtime:
     """A runtime of one device or of several; `read` None: matrices of random numbers, made on the devices."""
     target = options.pop("target", devices[0].target)
     program = build_program(
@@ -169,15 +171,28 @@ def step(devices: Sequence[CudaDevice], shape: str, options: Mapping[str, Any], 
             tokens, gaps = decoded(run, CONTEXT, STEPS + WARM_STEPS)
             gaps = gaps[WARM_STEPS:]
             us[tp] = float(np.median(gaps))
-            say({"part": "step", "shape": shape, "tp": tp, "context": CONTEXT, "us": us[tp], "least_us": float(gaps.min()),
-                 "most_us": float(gaps.max()), "steps": len(gaps), "stream_bytes": run.manifest.stream_bytes,
-                 "exchanges": len(run.manifest.exchanges), "of_one": us[tp] / us[1], "tokens": digest(tokens)})  # fmt: skip
+            m = run.manifest
+            say({
+                "part": "step", "shape": shape, "tp": tp, "context": CONTEXT, "us": us[tp],
+                "least_us": float(gaps.min()), "most_us": float(gaps.max()), "steps": len(gaps),
+                "stream_bytes": m.stream_bytes, "exchanges": len(m.exchanges), "of_one": us[tp] / us[1],
+                "tokens": digest(tokens),
+            })  # fmt: skip
             if tp > 1:
                 found = set()
                 for _ in range(2):
                     tokens, _ = decoded(run, CONTEXT, REPEATED)
                     found.add(digest(tokens, *(r.tensor("logits")[0] for r in of_ranks(run))))
-                say({"part": "repeat", "shape": shape, "tp": tp, "steps": REPEATED, "runs": 2, "same_bits": len(found) == 1})
+                say(
+                    {
+                        "part": "repeat",
+                        "shape": shape,
+                        "tp": tp,
+                        "steps": REPEATED,
+                        "runs": 2,
+                        "same_bits": len(found) == 1,
+                    }
+                )
         finally:
             run.close()
 

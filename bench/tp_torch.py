@@ -115,7 +115,8 @@ def main(shape: str, world: int, context: int, steps: int, store: str, rank: int
         gaps = [a.elapsed_time(b) * 1e3 for a, b in zip(marks[WARM:], marks[WARM + 1 :])]
     if rank == 0:
         row = {"shape": shape, "tp": world, "context": context, "us": statistics.median(gaps), "least_us": min(gaps),
-               "steps": len(gaps), "program": f"torch {torch.__version__} + NCCL {torch.cuda.nccl.version()}"}  # fmt: skip
+               "steps": len(gaps),
+               "program": f"torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}"}  # fmt: skip
         print(json.dumps(row), flush=True)
     dist.barrier()
     dist.destroy_process_group()

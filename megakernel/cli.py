@@ -124,7 +124,9 @@ def build_command(
     tp: Tp = 1,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Save the program to this new folder; with --tp a folder for each rank in it."),
+        typer.Option(
+            "--output", "-o", help="Save the program to this new folder; with --tp a folder for each rank in it."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -13,6 +13,7 @@ from megakernel.builder.build import Plan
 from megakernel.builder.program import Program
 from megakernel.clocks import WAITING, align, worst_hop
 from megakernel.errors import DeviceFault, TimelineError
+from megakernel.flow_ranks import edges_of_ranks, nodes_of_ranks
 from megakernel.recording import Recording
 from megakernel.scheduler.by_value import values_of
 from megakernel.scheduler.schedule import Entry, Schedule
@@ -29,25 +30,31 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 def timeline_of(
     recording: Recording, program: Program, plan: Plan, *, model: str, device: str, options: Mapping[str, Any]
 ) -> Timeline:
-    """`model`, `device`, `options`: for the meta data. Raises TimelineError when `plan` is not the program's."""
+    """`model`, `device`, `options`: for the meta data. Of several ranks the recording is `merged`.
+
+    Raises TimelineError when `plan` is not the program's."""
     _check_plan(program, plan)
     m = program.manifest
     raw = _last_runs(recording.events)
-    events, alignment = align(raw, m.workers, m.backend)
+    workers = m.workers * m.ranks
+    events, alignment = align(raw, workers, m.backend)
     edges = edges_of(plan.schedule, plan.target.value_edges)
+    if m.ranks > 1:
+        edges = edges_of_ranks(edges, plan.schedule.nodes, m)
     events = _completed(events, plan.schedule, edges)
     steps = events[events["role"] == Role.CONTROL]
     context = round(float(steps["tile_count"].mean())) if len(steps) else 0
     numbers = events["step"]
     meta = Meta(
-        program=m.name, model=model, backend=m.backend, device=device, target=m.target, workers=m.workers,
+        program=m.name, model=model, backend=m.backend, device=device, target=m.target, workers=workers,
         roles=ROLES[m.backend], ring_bytes=plan.target.shared_bytes if "producer" in ROLES[m.backend] else 0,
         alignment=replace(alignment, worst_hop_ns=worst_hop(events, edges)),
         first_step=int(numbers.min()) if len(numbers) else 0, last_step=int(numbers.max()) if len(numbers) else -1,
         context=context, rows=float(steps["tile_begin"].mean()) if len(steps) else 0.0, overflow=recording.lost,
         options=dict(options), fault=_fault_of(recording),
     )  # fmt: skip
-    return Timeline(events, meta, nodes_of(plan, context), edges)
+    nodes = nodes_of(plan, context)
+    return Timeline(events, meta, nodes if m.ranks == 1 else nodes_of_ranks(nodes, m.ranks), edges)
 
 
 def _check_plan(program: Program, plan: Plan) -> None:

@@ -68,8 +68,8 @@ class LLM:
         takes host memory for every position of every slot.
         max_rows: tokens that one step computes; default by the cost model.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
-        tp: devices that run the model together, each with its part of the weights and of the KV cache: GPUs from `device`
-        on, or kernels on the processor, which share its cores out. tp_processes: each but the first in a process.
+        tp: devices that run the model together, each with its part of the weights and of the KV cache: GPUs from
+        `device` on, or kernels on the processor, which share its cores out. tp_processes: but the first in processes.
         trace: the kernel is one that can record its timeline. share_prefixes, max_step_ms: as in `Engine`.
         """
         whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))

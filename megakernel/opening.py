@@ -145,7 +145,13 @@ def load(
     try:
         programs = [rank_program(program, origin.config, _built_for(program, device), r) for r in range(m.ranks)]
         for rank in range(1, m.ranks if processes else 1):  # they load while rank 0 does
-            spec = {"program": programs[rank], "model": processes, "seed": seed, "dtype": m.dtype, "cache": settings.cache}
+            spec = {
+                "program": programs[rank],
+                "model": processes,
+                "seed": seed,
+                "dtype": m.dtype,
+                "cache": settings.cache,
+            }
             started.append(ProcessRank(rank, where[rank], {**spec, **options}))
         first = Ranks(program, where[0], origin.read, **options, progress=count, shared=bool(processes))
         for process in started:

@@ -158,7 +158,9 @@ def _all_gather(inputs: Sequence[Shape], attrs: Attrs) -> int:
     _count(inputs, 1, 1)
     _activations(*inputs)
     cols, ranks = int(attrs["cols"]), int(attrs["ranks"])
-    _need(inputs[0].cols < cols <= ranks * inputs[0].cols, f"a part of {cols} columns, {ranks} of which cover it", *inputs)
+    _need(
+        inputs[0].cols < cols <= ranks * inputs[0].cols, f"a part of {cols} columns, {ranks} of which cover it", *inputs
+    )
     return cols
 
 

@@ -1,8 +1,8 @@
 """Several devices that run one model together, as one runtime: rank 0's own, which drives the others too.
 
-Each rank has a program, a runtime and a window that its peers write. Commands go to every rank, to rank 0 last: it decides
-what the next step follows, and it alone owns the token ring. Ranks are runtimes of this process, or of processes of
-their own behind a pipe; the kernels do not know which.
+Each rank has a program, a runtime and a window that its peers write. Commands go to every rank, to rank 0 last: it
+decides what the next step follows, and it alone owns the token ring. Ranks are runtimes of this process, or of others
+behind a pipe; the kernels do not know which.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +22,8 @@ import numpy.typing as npt
 from megakernel.builder.program import Program
 from megakernel.device.device import Device
 from megakernel.errors import DeviceFault, DeviceUnavailable, FaultReport, MegakernelError, RankLost
+from megakernel.flow_ranks import merged
+from megakernel.recording import Recording
 from megakernel.runtime import LaunchReport, Runtime
 from megakernel.tasks.record import MAILBOX_ENTRIES, NONE, ExitReason
 
@@ -68,9 +69,7 @@ class ProcessRank:
         line = [sys.executable, "-m", "megakernel.rank_process", str(theirs.fileno())]
         paths = [path or os.getcwd() for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        self._process = subprocess.Popen(
-            line, pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL
-        )
+        self._process = subprocess.Popen(line, pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
         self.name = f"rank {rank} ({device.name}, process {self._process.pid})"
         self._pipe.send({**spec, "device": device})
@@ -234,13 +233,22 @@ class Ranks(Runtime):
             first = faults[order[0]] if order else None
             return FaultReport(
                 "device lost", first.task if first else "none", first.node if first else "none",
-                first.tile if first else NONE, first.worker if first else NONE, first.role if first else "none", NONE, 0, 0,
+                first.tile if first else NONE, first.worker if first else NONE,
+                first.role if first else "none", NONE, 0, 0,
                 first.step if first else self._step, detail="; ".join([str(self._lost), *said]),
                 device=f"rank {self._lost.rank}",
             )  # fmt: skip
         root = faults[order[0]]
         more = "; ".join([root.detail, *(f"meanwhile {text}" for text in said[1:])])
         return replace(root, device=order[0], detail=more)
+
+    def start_recording(self, steps: int | None = None, skip: int = 0) -> None:
+        super().start_recording(steps, skip)
+        self._all("start_recording", steps, skip)
+
+    def stop_recording(self) -> Recording:
+        """Of all ranks, one after the other (see flow_ranks.py)."""
+        return merged([super().stop_recording(), *self._all("stop_recording")], self.manifest)
 
     def reset(self) -> None:
         if self._lost is not None:
@@ -333,6 +341,7 @@ def rank_devices(device: Device, tp: int, known: Callable[[], Sequence[Device]])
     found = [device, *names[first + 1 : first + tp]]
     if len(found) < tp:
         raise DeviceUnavailable(
-            f"tp {tp}: expected {tp} devices from {device.name} on, got {len(found)}: {', '.join(d.name for d in found)}"
+            f"tp {tp}: expected {tp} devices from {device.name} on, got {len(found)}: "
+            f"{', '.join(d.name for d in found)}"
         )
     return found

@@ -70,9 +70,9 @@ def _cpu(name: str, vector: int) -> Target:
     )  # fmt: skip
 
 
-# Between devices, one direction. Rates are the vendors' (half of what NVLink is said to carry both ways; PCIe 4.0 and 5.0
-# x16; 7 links of an Infinity Fabric mesh). No hop was measured by this project: 3 us is a hop within a GPU and 1 us on
-# top, 5 us a guess for PCIe and fabrics.
+# Between devices, one direction. Rates are the vendors' (half of what NVLink is said to carry both ways; PCIe 4.0 and
+# 5.0 x16; 7 links of an Infinity Fabric mesh, fewer on gfx90a). No hop was measured by this project: 3 us is one within
+# a GPU and 1 us on top, 5 us a guess for PCIe and fabrics.
 NVLINK_GBPS = {"sm_80": 300.0, "sm_90a": 450.0, "sm_100a": 900.0}
 FABRIC_GBPS = {"gfx90a": 150.0, "gfx942": 448.0, "gfx950": 537.6}
 PCIE_GBPS, PCIE5_GBPS = 31.5, 63.0

@@ -1,4 +1,4 @@
-"""Where the exchanges of a program lie in the windows: after a counter for each exchange and sender, two buffers in turn.
+"""Where the exchanges of a program lie in the windows: behind a counter of each exchange and sender, in two buffers.
 
 A buffer is written again two exchanges later. That is early enough to be small, and safe because a rank sends its part
 of the exchange between them after it has read the first (scheduler/exchanges.py proves it of every schedule).

@@ -161,7 +161,9 @@ class _Fuser:
         self.made: set[str] = {t.name for t in graph.inputs}
         self.out: list[Fused] = []
         maker = graph.producer(LOGITS) if graph.output == LOGITS else None
-        self.logits = maker.inputs[0] if maker and maker.op == "all_gather" else LOGITS  # what the head's product is called
+        self.logits = (
+            maker.inputs[0] if maker and maker.op == "all_gather" else LOGITS
+        )  # what the head's product is called
 
     def run(self) -> tuple[Fused, ...]:
         for node in self.graph.nodes:

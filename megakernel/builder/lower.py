@@ -25,7 +25,20 @@ from megakernel.builder.program import PackedWeight, WeightPart
 from megakernel.errors import LoweringError
 from megakernel.graph import LOGITS, Graph, RopeSpec, Tensor
 from megakernel.target import Target
-from megakernel.tasks import advance, attention, combine, embedding, hidden, input, matmul, norm, output, push, receive, sample
+from megakernel.tasks import (
+    advance,
+    attention,
+    combine,
+    embedding,
+    hidden,
+    input,
+    matmul,
+    norm,
+    output,
+    push,
+    receive,
+    sample,
+)
 from megakernel.tasks.push import FLOAT_BYTES, STAMPED_BYTES
 from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS
 from megakernel.tasks.task import DType, TaskNode, all_operators
@@ -323,7 +336,10 @@ class _Lowering:
         paced, inputs = self.target.backend == "cpu", self.limits.inputs
         self.nodes.append(
             advance.node(
-                "advance", result="sample.result", logits=None if linked else self.graph.output, inputs=inputs,
+                "advance",
+                result="sample.result",
+                logits=None if linked else self.graph.output,
+                inputs=inputs,
                 paced=paced,
             )
         )

@@ -39,7 +39,9 @@ def shard(graph: Graph, rank: int, ranks: int) -> Graph:
     if ranks == 1:
         return graph
     if graph.output != LOGITS:
-        raise LoweringError(f"tp {ranks}: only a model that ends in logits runs on several devices, got {graph.output!r}")
+        raise LoweringError(
+            f"tp {ranks}: only a model that ends in logits runs on several devices, got {graph.output!r}"
+        )
     return _Sharder(graph, rank, ranks).run()
 
 
@@ -103,8 +105,8 @@ class _Sharder:
             own, at = heads // n, r // (n // kv_heads)
             return Span(r * own, (r + 1) * own), Span(at, at + 1)
         raise LoweringError(
-            f"tp {n}: node {node.name} has {heads} heads on {kv_heads} KV heads; expected a number of devices that divides "
-            f"the KV heads, or one that they divide and that divides the heads: {_choices(heads, kv_heads)}"
+            f"tp {n}: node {node.name} has {heads} heads on {kv_heads} KV heads; expected a number of devices that "
+            f"divides the KV heads, or one that they divide and that divides the heads: {_choices(heads, kv_heads)}"
         )
 
     def _mlp(self, node: Node) -> None:
@@ -171,7 +173,9 @@ class _Sharder:
         elif node.name in self.cols:
             inputs = (inputs[0], self._cols_of(inputs[1], self.cols[node.name]), *map(self._once, inputs[2:]))
         name = f"{node.name}.part" if node.name in self.cols or node.name == LOGITS else node.name
-        made = Node(name, node.op, inputs, name, MappingProxyType(dict(self.attrs.get(node.name, node.attrs))), node.layer)
+        made = Node(
+            name, node.op, inputs, name, MappingProxyType(dict(self.attrs.get(node.name, node.attrs))), node.layer
+        )
         self._add(made, self._columns(made))
         if node.name in self.cols:
             self._add(self._over_ranks(node, name, "all_reduce"), self.graph.tensor(node.output).cols)

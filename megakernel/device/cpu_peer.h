@@ -44,6 +44,7 @@ inline bool await_from_peer(Worker& w, Seen seen, Enough enough, uint64_t target
     return false;
   }
   trace::waited(w, abi::Role::kWorker, counter);
+  trace::ready_now(w, abi::Role::kWorker);
   return true;
 }
 

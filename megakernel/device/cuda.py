@@ -405,7 +405,6 @@ class CudaDevice(Device):
         elif self._hosts.pop(buffer.address, None) is not None:
             d.cuMemFreeHost(buffer.owner)
 
-
     def allocate_window(self, nbytes: int, shared: bool) -> Buffer:
         """GPU memory in allocations of its own: a handle is of a whole one."""
         size = -(-nbytes // cuda_peer.WINDOW_MULTIPLE) * cuda_peer.WINDOW_MULTIPLE

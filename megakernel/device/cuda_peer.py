@@ -24,8 +24,9 @@ def enable(d: Any, own: Any, peer: Any, context: Any) -> None:
     status, can = d.cuDeviceCanAccessPeer(own.index, peer.index)
     if int(status) != 0 or not int(can):
         raise DeviceUnavailable(
-            f"GPU {own.index} ({own.name}) cannot reach the memory of GPU {peer.index} ({peer.name}): they need NVLink, "
-            f"or PCIe with peer access (cuDeviceCanAccessPeer: {status.name}, {int(can)}); see `nvidia-smi topo -p2p w`"
+            f"GPU {own.index} ({own.name}) cannot reach the memory of GPU {peer.index} ({peer.name}): they need "
+            f"NVLink, or PCIe with peer access (cuDeviceCanAccessPeer: {status.name}, {int(can)}); "
+            "see `nvidia-smi topo -p2p w`"
         )
     (status,) = d.cuCtxEnablePeerAccess(context, 0)
     if int(status) != 0 and status != d.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
@@ -54,7 +55,8 @@ def opened(d: Any, name: str, handle: bytes) -> int:
     status, address = d.cuIpcOpenMemHandle(made, lazily)
     if int(status) != 0:
         raise DeviceUnavailable(
-            f"{name} cannot open the window of a peer in another process ({status.name}); it needs NVLink or PCIe with peer "
-            "access to that GPU, and both processes the same view of /dev and of GPU numbers; run all ranks in one process"
+            f"{name} cannot open the window of a peer in another process ({status.name}); it needs NVLink or PCIe with "
+            "peer access to that GPU, and both processes the same view of the GPUs; run all ranks in one "
+            "process"
         )
     return int(address)

@@ -410,7 +410,6 @@ class HipDevice(Device):
             return
         _checked(hip.hipHostFree(buffer.owner) if buffer.host is not None else hip.hipFree(buffer.owner))
 
-
     def allocate_window(self, nbytes: int, shared: bool) -> Buffer:
         """Fine-grained memory: what a peer writes is seen while the kernel runs. Not run on hardware."""
         self.make_current()

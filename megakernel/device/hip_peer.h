@@ -30,9 +30,14 @@ MK_DEVICE void report_peer(Worker& w, uint32_t counter, uint64_t value, uint64_t
 template <class Seen, class Enough>
 MK_DEVICE bool await_from_peer(Worker& w, Seen seen, Enough enough, uint64_t target, uint32_t counter) {
   uint64_t began = 0;
+  trace::wait_begins(w, abi::Role::kWorker);
   for (uint32_t turn = 1;; ++turn) {
     const uint64_t value = seen();
-    if (enough(value)) return true;
+    if (enough(value)) {
+      trace::waited(w, abi::Role::kWorker, counter);
+      trace::ready_now(w, abi::Role::kWorker);
+      return true;
+    }
     pause();
     if (turn % 64 != 0) continue;
     if (load_relaxed(&w.launch()->abort) != 0) return false;

@@ -28,8 +28,8 @@ def enable(hip: Any, own: Any, peer: Any) -> None:
     status, can = hip.hipDeviceCanAccessPeer(own.index, peer.index)
     if int(status) != 0 or not int(can):
         raise DeviceUnavailable(
-            f"GPU {own.index} ({own.name}) cannot reach the memory of GPU {peer.index} ({peer.name}): they need Infinity "
-            f"Fabric, or PCIe with peer access and a large BAR (hipDeviceCanAccessPeer: {status.name}, {int(can)})"
+            f"GPU {own.index} ({own.name}) cannot reach the memory of GPU {peer.index} ({peer.name}): they need "
+            f"Infinity Fabric, or PCIe with peer access (hipDeviceCanAccessPeer: {status.name}, {int(can)})"
         )
     (status,) = hip.hipDeviceEnablePeerAccess(peer.index, 0)
     if int(status) != 0 and status != hip.hipError_t.hipErrorPeerAccessAlreadyEnabled:

@@ -91,6 +91,14 @@ MK_DEVICE void ready(const W& w, abi::Role role) {
   }
 }
 
+// The same of a wait inside a task, for a peer: the last call of an event counts.
+template <class W>
+MK_DEVICE void ready_now(const W& w, abi::Role role) {
+  if constexpr (kOn) {
+    if (w.traces() && w.tracer(role).event) w.tracer(role).event->ready = dev::ticks();
+  }
+}
+
 // Its first data is at hand. The first call of an event counts.
 template <class W>
 MK_DEVICE void data(const W& w, abi::Role role) {

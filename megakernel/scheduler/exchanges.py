@@ -1,9 +1,9 @@
 """Proof that what devices write into each other's windows is read before it is written over.
 
-All ranks run one schedule, so what is proven here of a rank r that is written to and a rank q that writes holds for every
-pair. Known: a tile that receives exchange m on q begins when all tiles that send m in that step are done on r (or, of a
-stamped one, at least one of them), and a step of a device begins when its step before is over. Let q send k where r still
-has j. That r has read j is known to q through an exchange m between them, which r sends after it has read j:
+All ranks run one schedule, so what is proven here of a rank r that is written to and a rank q that writes holds for
+every pair. Known: a tile that receives exchange m on q begins when all tiles that send m in that step are done on r
+(or, of a stamped one, at least one of them), and a step of a device begins when its step before is over. Let q send k
+where r still has j. That r has read j is known to q by an exchange m between them, which r sends after it has read j:
 
     in one step, j before k   every tile of r that receives j comes before a tile that sends m (stamped: every one),
                               and every tile of q that sends k comes after one that receives m
@@ -95,8 +95,8 @@ class ExchangeCheck:
                 if not self._proven(j, k, at, same_step):
                     when = "earlier in the step" if same_step else "in the step before"
                     out.append(
-                        f"{self._name(k.sender)} writes over the part of every peer's window that {self._name(j.receiver)} "
-                        f"reads {when}: no exchange tells the sender that it has been read"
+                        f"{self._name(k.sender)} writes over the part of every peer's window that "
+                        f"{self._name(j.receiver)} reads {when}: no exchange tells the sender that it has been read"
                     )
         return out
 

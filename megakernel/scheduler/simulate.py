@@ -7,8 +7,8 @@ step whose bytes all fit into the cache before the memory is read from there, si
 target with shared memory a worker streams ahead into a ring while it waits, as far as the ring and its queue allow.
 Every worker begins step_us after the step before ended.
 
-Of several devices one is run: they are alike, so its peers have sent an exchange when it has itself. That takes a worker
-its share of link_gbps, and is seen link_us later.
+Of several devices one is run: they are alike, so its peers have sent an exchange when it has itself. That takes a
+worker its share of link_gbps, and is seen link_us later.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ def simulate(schedule: Schedule, target: Target, context: int, calibration: Cali
 
 
 def share_of_hops(schedule: Schedule, target: Target, context: int, calibration: Calibration | None = None) -> float:
-    """The part of a step that goes when every hop, also between devices, and every turn at a counter takes no time, 0 to
-    1."""
+    """The part of a step that goes when every hop, also between devices, and every turn at a counter takes no time."""
     given = calibration or Calibration()
     whole = simulate(schedule, target, context, given).makespan_us
     linked = replace(target, link_us=0.0)

@@ -13,8 +13,9 @@ one, and keeps steps that carry both kinds of rows under `step_budget_ns`: such 
 first as many as the cost model says; a step that took longer shrinks it, one that took clearly less lets it grow.
 Neither changes what a row computes.
 
-The devices of a program of several ranks have the same slots and make the same headers. What they could see differently, how
-many commands there are and how many prompt rows fit, rank 0 decides and writes into the windows of the others.
+The devices of a program of several ranks have the same slots and make the same headers. What they could see
+differently, how many commands there are and how many prompt rows fit, rank 0 decides and writes into the windows of the
+others.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 window of each peer, buffer[rank, r, c] = input[r, c]       buffer [ranks, rows, cols] float32
 
-Then the peer's counter of this sender gets the number of tiles: the peer knows that all is there when it has reached the
-tiles of the node times the step. With `stamped` there is no counter: an element is 8 bytes, the float and in the high half
-the stamp of exchange and step, stored as one. With `sampled` the rows are those whose logits are wanted.
+Then the peer's counter of this sender gets the number of tiles: the peer knows that all is there when it has reached
+the tiles of the node times the step. With `stamped` there is no counter: an element is 8 bytes, the float and in the
+high half the stamp of exchange and step, stored as one. With `sampled` the rows are those whose logits are wanted.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     sum:   output[r, c] = residual[r, c] + scale * (part[0, r, c] + part[1, r, c] + ...)
     join:  output[r, j] = part[k, r, j - first(k)],  first(k) = k * cols, of the last rank out_cols - cols
 
-With `stamped` each element is waited for by itself (see push.py); else all that the peers send. part[k] is rank k's [rows, cols] float32: its buffer in this device's window, or for the own rank the tensor that is
-pushed to the others. The sum begins with part 0 and adds one rank after the other. In a join the last rank's columns may
-overlap those before; they are equal there.
+With `stamped` each element is waited for by itself (see push.py); else all that the peers send. part[k] is rank k's
+[rows, cols] float32: its buffer in this device's window, or for the own rank the tensor that is pushed to the others.
+The sum begins with part 0 and adds one rank after the other. In a join the last rank's columns may overlap those
+before; they are equal there.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of some tiles at one row: bytes streamed from weights or KV, other bytes, floating-point operations, bytes sent
-    to other devices."""
+    """Work of some tiles at one row: bytes streamed from weights or KV, other bytes, floating-point operations, bytes
+    sent to other devices."""
 
     stream_bytes: float = 0.0
     other_bytes: float = 0.0
@@ -127,8 +127,8 @@ class Addresses:
 class Exchange:
     """What the ranks' devices hand to each other at one place of a step. Every rank sends, every rank receives all.
 
-    number: 0, 1, ... start, stop: bytes of every window that it takes. stamped: each element says by itself that it is of
-    this exchange, so that a tile waits only for the elements that it reads; else it waits for all that is sent.
+    number: 0, 1, ... start, stop: bytes of every window that it takes. stamped: each element says by itself that it is
+    of this exchange, so that a tile waits only for the elements that it reads; else it waits for all that is sent.
     """
 
     number: int

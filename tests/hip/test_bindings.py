@@ -45,7 +45,9 @@ def test_constants_are_those_of_the_package() -> None:
     assert package.hipHostMallocCoherent == hip.COHERENT and package.hipStreamNonBlocking == hip.NON_BLOCKING
     assert package.hipHostMallocMapped == hip.MAPPED and package.hipHostMallocPortable == hip.PORTABLE
     assert package.hipDeviceMallocFinegrained == hip_peer.FINE_GRAINED
-    assert package.hipIpcMemHandle_t().c_sizeof() == hip_peer.HANDLE_BYTES and package.hipIpcMemLazyEnablePeerAccess == 1
+    assert (
+        package.hipIpcMemHandle_t().c_sizeof() == hip_peer.HANDLE_BYTES and package.hipIpcMemLazyEnablePeerAccess == 1
+    )
     names = [n for n in dir(package.hipDeviceAttribute_t) if n.startswith("hipDeviceAttribute")]
     assert {f"hipDeviceAttribute{n}" for n in ("WallClockRate", "CooperativeLaunch", "NumberOfXccs")} <= set(names)
 

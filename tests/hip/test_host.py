@@ -401,5 +401,7 @@ def test_windows_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceUnavailable, match=r"GPU 0 \(a GPU\) cannot reach the memory of GPU 1 .*Infinity Fabric"):
         one.reach(two)
     fake.answers["hipIpcOpenMemHandle"] = (FAILED, 0)
-    with pytest.raises(DeviceUnavailable, match=r"hip:1 cannot open the window of a peer .*run all ranks in one process"):
+    with pytest.raises(
+        DeviceUnavailable, match=r"hip:1 cannot open the window of a peer .*run all ranks in one process"
+    ):
         two.open_window(bytes(64), 1000)

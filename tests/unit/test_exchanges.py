@@ -81,7 +81,7 @@ def test_sender_and_receiver_must_agree() -> None:
         replace(n, sizes={**n.sizes, "rows": 8}) if n.task.receives(n) and n.sizes["exchange"] == 1 else n
         for n in made.nodes
     ]
-    with pytest.raises(ScheduleError, match="exchange 1: node .* does not receive what .* sends"):
+    with pytest.raises(ScheduleError, match=r"exchange 1: node .* does not receive what .* sends"):
         verify(replace(made, nodes=tuple(nodes)))
     nodes = [n for n in made.nodes if not (n.task.receives(n) and n.sizes["exchange"] == 1)]
     assert exchanges_of(nodes)[1] == ("exchange 1 has no receiver",)

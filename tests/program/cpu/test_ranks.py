@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from megakernel import profile
 from megakernel.errors import DeviceFault, EngineClosed, LoweringError
 from megakernel.llm import LLM
 from megakernel.probe import forced_logits
@@ -125,7 +126,7 @@ def test_three_ranks(tmp_path: Path, cache: Path) -> None:
         assert same_bits(logits(three), logits(three))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_and_threads_give_the_same_bits(shared: Open, opened: Open, tp: int) -> None:
     threads = shared(tp=tp)
     processes = opened(tp=tp, tp_processes=True, workers=2)
@@ -134,7 +135,7 @@ def test_processes_and_threads_give_the_same_bits(shared: Open, opened: Open, tp
     assert same_bits(logits(processes), logits(threads))
 
 
-@pytest.mark.parametrize(("tp", "processes"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("tp", "processes"), [(2, False), pytest.param(4, True, marks=pytest.mark.slow)])
 def test_stamped_elements_give_the_same_bits(shared: Open, opened: Open, tp: int, processes: bool) -> None:
     counted = shared(tp=tp)
     stamped = opened(tp=tp, tp_processes=processes, stamped=True, workers=2, chaos=True)
@@ -207,15 +208,38 @@ def test_requests_that_come_and_go_while_others_run(shared: Open) -> None:
 
 def test_a_processor_and_a_bias_reach_every_rank(shared: Open) -> None:
     one, two = shared(), shared(tp=2)
+    params = SamplingParams(max_tokens=10, ignore_eos=True, logit_bias={7: 30.0, 9: 29.0}, repetition_penalty=1.5)
 
-    def run(llm: LLM) -> tuple[int, ...]:
-        def only_even(ids: Sequence[int], values: Any) -> Any:
-            return None
+    def only_even(ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        bias = np.zeros(one.program.manifest.vocab, np.float32)
+        bias[1::2] = -np.inf
+        return bias
 
-        params = SamplingParams(max_tokens=10, ignore_eos=True, logit_bias={7: 30.0, 9: 29.0}, repetition_penalty=1.5)
-        return llm.generate([PROMPTS[0]], params)[0].token_ids
+    for processor in (None, only_even):
+        found = [llm.generate([PROMPTS[0]], params, processor=processor)[0].token_ids for llm in (one, two)]
+        assert found[0] == found[1]
+        assert all(t % 2 == 0 for t in found[1]) if processor else 7 in found[1]
 
-    assert run(two) == run(one) and 7 in run(two)
+
+def test_a_bound_on_steps_is_kept_by_all_ranks(opened: Open, shared: Open) -> None:
+    """How many prompt rows a step carries comes from a clock: rank 0's, for all."""
+    llm = opened(tp=2, max_step_ms=0.05, workers=1)
+    want = tokens(shared(), greedy(30))
+    for _ in range(3):
+        assert tokens(llm, greedy(30)) == want
+
+
+def test_a_recording_shows_all_devices_on_one_clock(opened: Open) -> None:
+    llm = opened(tp=2, trace=True)
+    timeline = profile.record(llm, steps=4, context=8)
+    one = len(llm.program.manifest.nodes)
+    assert timeline.meta.workers == 2 and len(timeline.nodes) == 2 * one and len(timeline.complete_steps) == 4
+    assert timeline.nodes[one].name == f"rank 1: {timeline.nodes[0].name}"
+    assert {int(w) for w in timeline.tasks["worker"][timeline.tasks["node"] >= one]} == {1}
+    between = [e for e in timeline.edges if (e["producer"] < one) != (e["consumer"] < one)]
+    assert len(between) == 2 * len(llm.program.manifest.exchanges)
+    hop = timeline.meta.alignment.worst_hop_ns
+    assert hop is not None and hop > -20_000  # nothing is seen before it is sent
 
 
 def test_keys_and_values_are_those_of_all_heads(shared: Open) -> None:
@@ -289,7 +313,9 @@ def test_a_fault_on_one_device_stops_all_and_is_the_one_reported(opened: Open, r
     llm = opened(tp=2, chaos=True, workers=2, spin_ms=BUDGET_MS)
     want = tokens(llm, greedy(6))
     records = llm.program.records
-    waited = [int(w["counter"]) for r in records.reshape(-1) if r["opcode"] < 0xFFF0 for w in r["waits"][: r["wait_count"]]]
+    waited = [
+        int(w["counter"]) for r in records.reshape(-1) if r["opcode"] < 0xFFF0 for w in r["waits"][: r["wait_count"]]
+    ]
 
     def lose(runtime: Runtime, counter: int) -> None:
         assert isinstance(runtime, Ranks)
