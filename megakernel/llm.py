@@ -69,7 +69,7 @@ class LLM:
         max_rows: tokens that one step computes; default by the cost model.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
         tp: devices that run the model together, each with its part of the weights and of the KV cache: GPUs from
-        `device` on, or kernels on the processor, which share its cores out. tp_processes: but the first in processes.
+        `device` on, or kernels on the processor, which share its cores out. tp_processes: the others in processes.
         trace: the kernel is one that can record its timeline. share_prefixes, max_step_ms: as in `Engine`.
         """
         whole = (("seed", seed, 0), ("kv_pages", kv_pages, 1), ("steps_per_launch", steps_per_launch, 1))

@@ -284,6 +284,11 @@ class Runtime:
     def launch(self, steps: int) -> None:
         """Start a launch of at most `steps` steps and return at once."""
         m, at = self.manifest, {name: b.address for name, b in self._buffers.items()}
+        if m.ranks > 1 and not self._link:
+            raise ProgramError(
+                f"program {m.name} is of rank {m.rank} of {m.ranks} and was not told of the others; open the model "
+                f"with tp={m.ranks}"
+            )
         self._exe.launch(
             ARGS.pack(
                 {

@@ -216,3 +216,19 @@ def test_build_writes_the_report_of_the_code_object(tmp_path: Path, monkeypatch:
     assert written == {"vgprs": 7, "occupancy": {"workgroups": 1}}
     given[-1] = str(tmp_path / "again")
     assert lines(run(*given, "--json", env=env))[-1]["code"] == written
+
+
+def test_schedule_of_several_devices() -> None:
+    """A prediction, and where the figures of the links come from."""
+    one, eight = (
+        lines(run("schedule", "qwen3-0.6b", "--tp", tp, "--target", "sm_90a", "--json"))[-1] for tp in ("1", "8")
+    )
+    assert eight["tp"] == 8 and eight["exchanges"] == 57 and "tp" not in one
+    assert "neither was measured" in eight["link_figures"]
+    assert eight["floor_us"] < 0.2 * one["floor_us"] and eight["share_of_hops"] > one["share_of_hops"]
+
+
+@pytest.mark.parametrize(("tp", "words"), [("5", "1, 2, 4, 8"), ("9", "from 1 to 8, got 9")])
+def test_a_number_of_devices_that_does_not_fit(tp: str, words: str) -> None:
+    done = run("schedule", "qwen3-0.6b", "--tp", tp, "--target", "sm_90a", "--json")
+    assert done.exit_code == 1 and words in lines(done)[-1]["message"]

@@ -18,7 +18,9 @@ import numpy.typing as npt
 import pytest
 
 from megakernel import profile
-from megakernel.errors import DeviceFault, EngineClosed, LoweringError
+from megakernel.architectures import random_weights
+from megakernel.builder.build import build_graph
+from megakernel.errors import DeviceFault, EngineClosed, LoweringError, ProgramError
 from megakernel.llm import LLM
 from megakernel.probe import forced_logits
 from megakernel.ranks import ProcessRank, Ranks
@@ -28,7 +30,7 @@ from megakernel.settings import Settings
 from megakernel.target import Target
 from megakernel.tasks.record import NONE
 from tests.models.quick import QuickDevice
-from tests.program.cpu.conftest import write_checkpoint
+from tests.program.cpu.conftest import TINY, write_checkpoint
 from tests.program.cpu.test_generate import prompt
 
 pytestmark = pytest.mark.timeout(180)
@@ -221,6 +223,16 @@ def test_a_processor_and_a_bias_reach_every_rank(shared: Open) -> None:
         assert all(t % 2 == 0 for t in found[1]) if processor else 7 in found[1]
 
 
+@pytest.mark.slow
+def test_embeddings_and_hidden_states_are_those_of_one_device(opened: Open) -> None:
+    options: dict[str, Any] = {"inputs": True, "hidden": True, "stamped": False}
+    one, two = opened(**options), opened(tp=2, **options)
+    rows = np.random.default_rng(5).normal(size=(6, 88)).astype(np.float32)
+    a, b = (llm.generate([rows], greedy(5), hidden=True)[0] for llm in (one, two))
+    assert a.token_ids == b.token_ids and a.prompt_hidden is not None and b.prompt_hidden is not None
+    assert np.allclose(a.prompt_hidden, b.prompt_hidden, atol=1e-3)
+
+
 def test_a_bound_on_steps_is_kept_by_all_ranks(opened: Open, shared: Open) -> None:
     """How many prompt rows a step carries comes from a clock: rank 0's, for all."""
     llm = opened(tp=2, max_step_ms=0.05, workers=1)
@@ -234,7 +246,7 @@ def test_a_recording_shows_all_devices_on_one_clock(opened: Open) -> None:
     timeline = profile.record(llm, steps=4, context=8)
     one = len(llm.program.manifest.nodes)
     assert timeline.meta.workers == 2 and len(timeline.nodes) == 2 * one and len(timeline.complete_steps) == 4
-    assert timeline.nodes[one].name == f"rank 1: {timeline.nodes[0].name}"
+    assert [timeline.nodes[i].name for i in (0, one)] == ["rank 0: embedding", "rank 1: embedding"]
     assert {int(w) for w in timeline.tasks["worker"][timeline.tasks["node"] >= one]} == {1}
     between = [e for e in timeline.edges if (e["producer"] < one) != (e["consumer"] < one)]
     assert len(between) == 2 * len(llm.program.manifest.exchanges)
@@ -380,6 +392,14 @@ def test_processes_end_with_the_one_that_started_them(model: Path, cache: Path) 
 
 
 # ---------------------------------------------------------------------------------------------- what does not fit
+def test_one_rank_alone_is_not_run(shared: Open) -> None:
+    program, weights = shared(tp=2).program, random_weights(build_graph({**TINY, **SIZES}), 1)
+    runtime = Runtime(program, QuickDevice(), lambda name, dtype, rows: weights.read(name, dtype, rows))
+    with pytest.raises(ProgramError, match=r"is of rank 0 of 2 and was not told of the others"):
+        runtime.launch(1)
+    runtime.close()
+
+
 @pytest.mark.parametrize(
     ("tp", "message"),
     [
