@@ -51,7 +51,7 @@ def _peer(program: Program, raw: Mapping[str, int]) -> str:
     m = program.manifest
     index = raw["counter"] - m.counter_count
     if not 0 <= index < len(m.exchanges) * m.ranks:
-        return f"rank {m.rank} waits for rank 0 to say what the next step computes"
+        return f"rank {m.rank} waits for rank 0 to say what the next step computes, or for a peer's largest logit"
     exchange, sender = m.exchanges[index // m.ranks], index % m.ranks
     who = f"rank {m.rank} waits for rank {sender}, which has"
     if raw["opcode"] < len(m.variants) and "stamped = true" in m.variants[raw["opcode"]]:

@@ -313,6 +313,8 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         rank=made.rank,
         window_bytes=low.window_bytes,
         exchanges=low.exchanges,
+        best_offset=low.best_offset,
+        part_vocab=low.part_vocab,
         paced=any(isinstance(n.variant, AdvanceConfig) and n.variant.paced for n in low.nodes),
         row_flops=row_flops(low.nodes, context_of(limits)),
     )

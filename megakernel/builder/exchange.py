@@ -7,11 +7,11 @@ of the exchange between them after it has read the first (scheduler/exchanges.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megakernel.builder.fuse import Fused, FusedExchange
 from megakernel.graph import Graph
-from megakernel.tasks.record import COUNTER_STRIDE, WINDOW
+from megakernel.tasks.record import BEST_BYTES, COUNTER_STRIDE, WINDOW
 
 ALIGN = 256
 
@@ -25,6 +25,13 @@ class Exchanges:
     ranks: int = 1
     window_bytes: int = 0
     logits: str = ""
+    best_offset: int = 0
+    part_vocab: int = 0
+
+    def with_best(self, rows: int, workers: int) -> Exchanges:
+        """With room behind the buffers for the largest logit of each rank, row and worker."""
+        size = self.ranks * rows * workers * BEST_BYTES
+        return replace(self, best_offset=self.window_bytes, window_bytes=self.window_bytes + size)
 
     @staticmethod
     def of(fused: Sequence[Fused], graph: Graph, rows: int, sampled_rows: int, element: int) -> Exchanges:
@@ -47,5 +54,5 @@ class Exchanges:
         joined = [f.input for f in found if f.join]
         return Exchanges(
             tuple(f.name for f in found), tuple(starts[t] for t in turns), ranks, sum(sizes) + first,
-            joined[0] if joined else "",
+            joined[0] if joined else "", part_vocab=graph.tensor(joined[0]).cols if joined else 0,
         )  # fmt: skip

@@ -84,6 +84,8 @@ class Lowered:
     ranks: int = 1
     window_bytes: int = 0
     exchanges: tuple[str, ...] = ()
+    best_offset: int = 0
+    part_vocab: int = 0
 
 
 def lower(graph: Graph, target: Target, limits: Limits) -> Lowered:
@@ -135,6 +137,8 @@ class _Lowering:
         self.heads, self.outputs = head_orders(fused, self.target)
         element = STAMPED_BYTES if self.target.stamped_links else FLOAT_BYTES
         self.exchanges = Exchanges.of(fused, self.graph, self.limits.max_rows, self.limits.sampled_rows, element)
+        if self.target.value_edges and self.exchanges.ranks > 1:
+            self.exchanges = self.exchanges.with_best(self.limits.max_rows, self.target.workers)
         for item in fused:
             if isinstance(item, FusedEmbedding):
                 self._embedding(item)
@@ -163,7 +167,7 @@ class _Lowering:
             tuple(asdict(r) for r in self.ropes), pages, self._piece(pages, head_dim),
             self._pieces(pages, head_dim),
             self.kv_layers, kv_heads, head_dim, self.exchanges.ranks, self.exchanges.window_bytes,
-            self.exchanges.names,
+            self.exchanges.names, self.exchanges.best_offset, self.exchanges.part_vocab,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ nodes
@@ -296,7 +300,7 @@ class _Lowering:
         sent = push.node(
             f"{item.name}.push", cols=part.cols, input=item.input, exchange=number,
             exchanges=len(self.exchanges.names), buffer=self.exchanges.buffers[number], rows=rows, ranks=ranks,
-            tile_cols=norm_tile(self.target, part.cols), sampled=item.join, stamped=self.target.stamped_links,
+            tile_cols=self._exchange_tile(part.cols, item.join), sampled=item.join, stamped=self.target.stamped_links,
             layer=item.layer,
         )  # fmt: skip
         self.nodes.append(sent)
@@ -304,9 +308,13 @@ class _Lowering:
         self.nodes.append(
             receive.node(
                 item.name, sent=sent, cols=cols, output=item.output, residual=item.residual,
-                tile_cols=norm_tile(self.target, cols), scale=item.scale, layer=item.layer,
+                tile_cols=self._exchange_tile(cols, item.join), scale=item.scale, layer=item.layer,
             )
         )  # fmt: skip
+
+    def _exchange_tile(self, cols: int, join: bool) -> int:
+        """Columns of a tile: as of a norm, or of the many columns of logits an even share of every worker."""
+        return max(64, -(-cols // (64 * self.target.workers)) * 64) if join else norm_tile(self.target, cols)
 
     def _hidden(self, head: FusedMatmul) -> None:
         """Export what the head multiplies, after its norm, which the head itself does not store."""
@@ -338,7 +346,7 @@ class _Lowering:
             advance.node(
                 "advance",
                 result="sample.result",
-                logits=None if linked else self.graph.output,
+                logits=self.exchanges.logits if linked else self.graph.output,
                 inputs=inputs,
                 paced=paced,
             )

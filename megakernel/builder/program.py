@@ -156,6 +156,8 @@ class Manifest:
     rank: int = 0  # which of them these weights are for
     window_bytes: int = 0  # of each device's memory, written by its peers
     exchanges: tuple[str, ...] = ()  # names, by number
+    best_offset: int = 0  # in a window: of each rank, row and worker its largest logit, where the target looks for it
+    part_vocab: int = 0  # columns of a rank's part of the logits
     row_flops: float = 0.0  # floating-point operations of one row, for the cost model
 
     def tensor(self, name: str) -> WorkspaceTensor:

@@ -24,6 +24,12 @@ struct Largest {
   }
 };
 
+}  // namespace megakernel::dev
+
+#include "megakernel/device/cuda_largest.cuh"
+
+namespace megakernel::dev {
+
 // ------------------------------------------------------------------------------------------------ storer
 __device__ __noinline__ float activate(tasks::Activation kind, float v) {
   if (kind == tasks::Activation::kGeluTanh) return tasks::activate<tasks::Activation::kGeluTanh>(v);
@@ -120,6 +126,7 @@ struct RowStorer {
     if (lane < rows) {
       store_long(out, best);
       store_long(out + 1, tiles);
+      if constexpr (abi::kRanks > 1) send_largest(w, lane, best, tiles);
     }
     if (lane < w.last->sampled) {
       store_long(before(w, out), ~uint64_t(0));

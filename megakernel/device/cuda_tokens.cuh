@@ -29,7 +29,7 @@ struct Core<tasks::Sample<kConfig>> {
     bool waited = false;
 #pragma unroll 1
     for (uint32_t s = record.tile_begin; s < end; ++s) {
-      if (abi::kRanks == 1 && wants_largest_only(w, s)) continue;  // `advance` finds it
+      if (wants_largest_only(w, s)) continue;  // `advance` finds it
       if (!waited) wait_counters(w, record);
       waited = true;
       trace::ready(w, abi::Role::kConsumer);
@@ -87,7 +87,7 @@ struct Core<tasks::Advance<kConfig>> {
 
   // Waits until the workers' shares are all of the vocabulary.
   MK_DEVICE static void take_largest(Worker& w, const Fields& f, uint32_t s) {
-    const uint32_t tiles = (w.args.vocab + 7) / 8;
+    const uint32_t tiles = (part_vocab(w) + 7) / 8;
     uint64_t best = 0;
     w.spin([&] {
       uint32_t seen = 0;
@@ -101,6 +101,7 @@ struct Core<tasks::Advance<kConfig>> {
       return __reduce_add_sync(0xffffffffu, seen) == tiles;
     }, abi::FaultKind::kValueBudget, s);
     best = Largest::of_warp(best);
+    if constexpr (abi::kRanks > 1) best = largest_of_ranks(w, s, best);
     if (w.warp_lane() != 0) return;
     const abi::Row& row = w.header->row[w.header->sample_row[s]];
     if (best >= Largest::kNotFinite) return w.fault(abi::FaultKind::kNanLogits, s, abi::kNone, row.slot, row.position);

@@ -29,6 +29,7 @@ RING_ENTRIES = 8192
 TRACE_RINGS = 4  # of each worker: one for each role that records
 COUNTER_STRIDE = 16  # uint64_t between two counters: each has its own 128 bytes
 MAX_RANKS = 8  # devices that run one model together
+BEST_BYTES = 32  # of a window, for the largest logit that a worker of a rank found of a sampled row
 NONE = 0xFFFFFFFF  # no counter, no offset
 NONE64 = 0xFFFFFFFFFFFFFFFF
 
@@ -42,6 +43,7 @@ LIMITS: dict[str, int] = {
     "kCounterStride": COUNTER_STRIDE,
     "kTraceRings": TRACE_RINGS,
     "kMaxRanks": MAX_RANKS,
+    "kBestBytes": BEST_BYTES,
 }
 
 _SCALARS: dict[str, tuple[str, str, int]] = {  # name -> (C type, numpy type, bytes)
@@ -575,7 +577,13 @@ LINK = Struct(
     (
         Field("window", "u64", MAX_RANKS, doc="address of each rank's window, as this device sees it"),
         Field("turn", "u64", doc="decisions that this device has made or followed"),
+        Field(
+            "best",
+            "u64",
+            doc="offset in every window: [ranks][max_rows][workers] of kBestBytes, for devices that use it",
+        ),
         Field("rank", "u32"),
+        Field("part_cols", "u32", doc="columns of each rank's part of the logits"),
     ),
     pad_to=128,
     doc="What a device knows of its peers; behind LaunchState, in programs of more than one rank.",

@@ -59,6 +59,10 @@ def test_elements_carry_stamps_and_edges_of_a_gpu_stay_by_value() -> None:
     made = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4, tp=2)
     waiting = {made.schedule.nodes[e.node].name for queue in made.schedule.queues for e in queue if e.waits}
     assert waiting == {"logits", "logits.push", "sample", "advance"}
+    low = made.lowered  # room for what each worker of each rank finds, behind all buffers
+    last = max(e.stop for n in made.schedule.nodes if (e := n.task.sends(n)))
+    assert low.best_offset >= last and low.window_bytes == low.best_offset + 2 * 16 * 132 * 32
+    assert low.part_vocab == 512  # of 1003
     assert all(e.stamped for n in made.schedule.nodes if (e := n.task.sends(n)))
 
 
