@@ -31,6 +31,7 @@ from megakernel import runtime as runtime_module
 from megakernel.architectures import random_weights, shape_config
 from megakernel.builder.build import build_graph, build_program, rank_program
 from megakernel.device.cuda import CudaDevice
+from megakernel.device.device import Device
 from megakernel.devices import list_devices
 from megakernel.errors import DeviceUnavailable
 from megakernel.probe import forced_logits
@@ -45,9 +46,7 @@ Say = Callable[[Mapping[str, Any]], None]
 
 
 # ---------------------------------------------------------------------------------------------- programs
-def opened(
-    config: Mapping[str, Any], devices: Sequence[CudaDevice], read: Any, context: int, **options: Any
-) -> Runtime:
+def opened(config: Mapping[str, Any], devices: Sequence[Device], read: Any, context: int, **options: Any) -> Runtime:
     """A runtime of one device or of several; `read` None: matrices of random numbers, made on the devices."""
     target = options.pop("target", devices[0].target)
     program = build_program(
@@ -130,7 +129,7 @@ def peers(devices: Sequence[CudaDevice]) -> dict[str, Any]:
     return {"devices": [f"{d.name} {d.info.name}" for d in devices], "distinct": len({d.name for d in devices})}
 
 
-def check(devices: Sequence[CudaDevice], options: Mapping[str, Any]) -> dict[str, Any]:
+def check(devices: Sequence[Device], options: Mapping[str, Any]) -> dict[str, Any]:
     """Two devices against one: tokens of a batch, logits of a sequence."""
     out: dict[str, Any] = {}
     for name, config in TINY.items():
