@@ -66,6 +66,19 @@ def _buildable() -> list[str]:
     return [n for n in shape_names() if any(a in known for a in shape_config(n)["architectures"])]
 
 
+@dataclass(frozen=True)
+class _CheckpointRead:
+    """`Read` of a checkpoint; `columns` touches only these columns of the rows."""
+
+    checkpoint: Checkpoint
+
+    def __call__(self, name: str, dtype: str, rows: slice) -> npt.NDArray[Any]:
+        return self.checkpoint.read(name, dtype, rows)
+
+    def columns(self, name: str, dtype: str, rows: slice, cols: slice) -> npt.NDArray[Any]:
+        return self.checkpoint.read(name, dtype, rows, cols)
+
+
 def _of_checkpoint(path: Path) -> Origin:
     checkpoint = open_checkpoint(path)
     try:
@@ -75,13 +88,10 @@ def _of_checkpoint(path: Path) -> Origin:
         checkpoint.close()
         raise
 
-    def read(name: str, dtype: str, rows: slice) -> npt.NDArray[Any]:
-        return checkpoint.read(name, dtype, rows)
-
     return Origin(
         checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name,
         checkpoint.config,
-        read,
+        _CheckpointRead(checkpoint),
         tokenizer,
         checkpoint.generation,
         checkpoint.close,

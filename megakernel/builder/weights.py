@@ -120,9 +120,9 @@ def _read_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: R
     wanted = slice(p.start + rows.start, p.start + rows.stop)
     cols = slice(p.first_col, p.stop_col or None)
     if p.transposed:
-        data = np.ascontiguousarray(read(p.tensor, dtype, cols)[:, wanted].T)
+        data = np.ascontiguousarray(_part_of(read, p.tensor, dtype, cols, wanted).T)
     else:
-        data = read(p.tensor, dtype, wanted)[:, cols]
+        data = _part_of(read, p.tensor, dtype, wanted, cols)
     head, padded = weight.col_head or 1, weight.col_padded or 1
     stored = weight.k // padded * head
     if data.shape[1] != stored:
@@ -133,6 +133,15 @@ def _read_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: R
     out = np.zeros((len(data), weight.k // padded, padded), data.dtype)
     out[:, :, :head] = data.reshape(len(data), -1, head)
     return out.reshape(len(data), weight.k)
+
+
+def _part_of(read: Read, tensor: str, dtype: str, rows: slice, cols: slice) -> Array:
+    """Some rows and columns; a source that has `columns` reads no more than those."""
+    columns = getattr(read, "columns", None)
+    if cols == slice(0, None) or columns is None:
+        return read(tensor, dtype, rows)[:, cols]
+    found: Array = columns(tensor, dtype, rows, cols)
+    return found
 
 
 def _ordered_rows(weight: PackedWeight, part: int, dtype: str, rows: slice, read: Read) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 from megakernel.checkpoint.generation import GenerationDefaults
 from megakernel.checkpoint.mapped import MappedFile
 from megakernel.checkpoint.message import problem
-from megakernel.checkpoint.stored import NUMPY_DTYPES, Array, StoredTensor, interleaved_rows
+from megakernel.checkpoint.stored import ALL, NUMPY_DTYPES, Array, StoredTensor, interleaved_rows
 from megakernel.checkpoint.tokenizer import Tokenizer
 
 BENIGN_SUFFIXES = (
@@ -100,12 +100,12 @@ class Checkpoint:
                 todo="the configuration and the weights are of different models; fetch both from one place",
             )
 
-    def read(self, name: str, dtype: str = "f32", rows: slice | None = None) -> Array:
+    def read(self, name: str, dtype: str = "f32", rows: slice | None = None, cols: slice = ALL) -> Array:
         """The values of `name`, dequantised, [rows, cols] (the tensor's own shape), as a new array.
 
         dtype: "f32", "bf16" (`ml_dtypes.bfloat16`) or "f16", rounded to nearest even. `rows` picks entries of the
-        first axis (step 1); only those are read. NaN and infinity pass through unchanged. Raises CheckpointError on
-        an unknown name, dtype or row range, and when a finite value overflows f16.
+        first axis (step 1), `cols` columns of a matrix; only those are read. NaN and infinity pass through unchanged.
+        Raises CheckpointError on an unknown name, dtype or row range, and when a finite value overflows f16.
         """
         tensor = self._find(name)
         if self._closed:
@@ -119,9 +119,10 @@ class Checkpoint:
             if tensor.head_rows:  # a bias: its elements are what rows are elsewhere
                 whole = whole[:, interleaved_rows(np.arange(tensor.cols), tensor.head_rows)]
             return whole.reshape(tensor.shape) if not tensor.shape else whole[0, first:last]
-        out = np.empty((last - first, *tensor.shape[1:]), NUMPY_DTYPES[dtype])
+        width = len(range(*cols.indices(tensor.cols)))
+        out = np.empty((last - first, *tensor.shape[1:-1], width), NUMPY_DTYPES[dtype])
         inner = tensor.flat_rows // tensor.shape[0] if tensor.shape[0] else 0
-        tensor.read_flat(first * inner, last * inner, out.reshape(-1, tensor.cols))
+        tensor.read_flat(first * inner, last * inner, out.reshape(-1, width), cols)
         return out
 
     def check_used(self, used_names: Iterable[str]) -> None:

@@ -23,6 +23,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 """The types that `Checkpoint.read` can return."""
 
+ALL = slice(None)
 CHUNK_VALUES = 1 << 20
 """Values decoded at a time: bounds the temporary float32 memory of a read (4 MiB)."""
 
@@ -88,12 +89,13 @@ class StoredTensor:
     def nbytes(self) -> int:
         return self.flat_rows * self.row_bytes
 
-    def read_flat(self, first: int, last: int, out: Array) -> None:
-        """Decode flat rows [first, last) into `out` [last - first, cols], rounding to nearest even."""
+    def read_flat(self, first: int, last: int, out: Array, cols: slice = ALL) -> None:
+        """Decode flat rows [first, last) into `out` [last - first, cols], rounding to nearest even. `cols`: only these
+        columns; where values are not in blocks, only their bytes are touched."""
         step = max(1, CHUNK_VALUES // max(1, self.cols))
         for start in range(first, last, step):
             stop = min(last, start + step)
-            values = self.codec.decode(self._raw(start, stop))
+            values = self.codec.decode(self._raw(start, stop))[:, cols]
             self._store(values, out[start - first : stop - first])
             if not self.head_rows:
                 self.file.drop(self.offset + start * self.row_bytes, (stop - start) * self.row_bytes)

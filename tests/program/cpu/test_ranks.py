@@ -19,7 +19,9 @@ import pytest
 
 from megakernel import profile
 from megakernel.architectures import random_weights
-from megakernel.builder.build import build_graph
+from megakernel.builder.build import build_graph, build_program, rank_program
+from megakernel.builder.weights import pack_weights
+from megakernel.checkpoint import open_checkpoint
 from megakernel.errors import DeviceFault, EngineClosed, LoweringError, ProgramError
 from megakernel.llm import LLM
 from megakernel.probe import forced_logits
@@ -90,6 +92,11 @@ def sampled(count: int = 12) -> SamplingParams:
     return SamplingParams(
         max_tokens=count, ignore_eos=True, temperature=0.8, top_p=0.95, repetition_penalty=1.2, seed=5, logprobs=2
     )
+
+
+def open_config(path: Path) -> dict[str, Any]:
+    with open_checkpoint(path) as checkpoint:
+        return dict(checkpoint.config)
 
 
 PROMPTS = [prompt(seed, n) for seed, n in ((1, 5), (2, 40), (3, 1), (4, 17))]
@@ -191,6 +198,29 @@ def test_weights_are_split_and_read_once(shared: Open) -> None:
     q = [r for r in read if r[0].endswith("layers.0.self_attn.q_proj.weight")]
     o = [r for r in read if r[0].endswith("layers.0.self_attn.o_proj.weight")]
     assert sorted(r[1:3] for r in q) == [(0, 64), (64, 128)] and sorted(r[3:5] for r in o) == [(0, 64), (64, 128)]
+
+
+def test_each_value_of_a_matrix_is_read_by_one_rank(model: Path, cache: Path) -> None:
+    """Of the matrices that are split; the tables and vectors are read by every rank."""
+    target = QuickDevice().target
+    program = build_program(open_config(model), target, QuickDevice(), cache=cache, dtype="f32", max_context=300, tp=2)
+    programs = [rank_program(program, open_config(model), target, rank) for rank in range(2)]
+    with open_checkpoint(model) as checkpoint:
+        seen = {name: np.zeros(checkpoint.shape(name), int) for name in checkpoint.names()}
+
+        class Counting:
+            def __call__(self, name: str, dtype: str, rows: slice) -> Any:
+                seen[name][rows] += 1
+                return checkpoint.read(name, dtype, rows)
+
+            def columns(self, name: str, dtype: str, rows: slice, cols: slice) -> Any:
+                seen[name][rows, cols] += 1
+                return checkpoint.read(name, dtype, rows, cols)
+
+        for one in programs:
+            pack_weights(one.manifest, target, Counting(), lambda at, data: None)
+    split = [n for n in seen if "_proj.weight" in n]
+    assert len(split) == 7 * 3 and all((seen[n] == 1).all() for n in split)
 
 
 # ---------------------------------------------------------------------------------------------- requests
