@@ -32,7 +32,7 @@ def kernel_source(
     outside = sorted(str(path) for path in halves if path.parent != TASKS_FOLDER)
     files = sorted({path.stem for path in halves if path.parent == TASKS_FOLDER} | LANGUAGE_MODEL)
     variants = variants_of(nodes)
-    ranks = next((n.sizes["ranks"] for n in nodes if n.task.sends(n) is not None), 1)
+    ranks = next((n.sizes["ranks"] for n in nodes if n.task.sends(n) or n.task.receives(n)), 1)
     lines = [
         "// Generated: a list of task variants. The algorithms are in the headers.",
         f'#include "{ABI_HEADER}"',

@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from megakernel.target import Target
-from megakernel.tasks import advance, attention, combine, embedding, hidden, input, matmul, norm, output, sample
+from megakernel.tasks import (
+    advance,
+    attention,
+    combine,
+    embedding,
+    hidden,
+    input,
+    matmul,
+    norm,
+    output,
+    push,
+    receive,
+    sample,
+)
 from megakernel.tasks.matmul import Activation
 from megakernel.tasks.task import DType, TaskNode
 
@@ -24,6 +37,7 @@ def every_task(target: Target) -> list[TaskNode]:
             "combine", heads=6, kv_heads=2, head_dim=64, partials="p", output="y", piece_tokens=PIECE, max_pieces=2
         ),
         *_norms(),
+        *_exchanges(),
         *(n for kind in DType for n in _of_type(target, kind)),
     ]  # fmt: skip
 
@@ -39,6 +53,24 @@ def _norms() -> list[TaskNode]:
         )
         for kind, beta, residual in kinds
     ]  # fmt: skip
+
+
+def _exchanges() -> list[TaskNode]:
+    """Between devices, as these targets do it; with and without a residual, and of logits."""
+    found = []
+    for sampled, residual in ((False, None), (False, "x"), (True, None)):
+        sent = push.node(
+            f"push {sampled}", cols=96, input="p", exchange=0, exchanges=1, buffer=0, rows=16, ranks=2, tile_cols=64,
+            sampled=sampled, stamped=True,
+        )  # fmt: skip
+        found += [] if residual else [sent]
+        found.append(
+            receive.node(
+                f"receive {sampled} {residual}", sent=sent, cols=150 if sampled else 96, output="y", tile_cols=64,
+                residual=residual,
+            )
+        )  # fmt: skip
+    return found
 
 
 ALL: dict[str, Any] = {"gamma": "g", "bias": "b", "sampled": True, "softcap": 30.0}

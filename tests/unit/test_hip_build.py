@@ -308,10 +308,9 @@ def test_whole_kernels_of_other_types_and_with_recording(target: str, dtype: str
 
 def test_several_devices_write_each_other_at_system_scope() -> None:
     plan = make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200, tp=2)
-    code = compile_code_object(plan_source(plan), INCLUDE, find_compiler())
-    assert kernel_report(code).vgpr_spills == 0
-    text = compile_assembly(plan_source(plan), INCLUDE, find_compiler())
-    lines = [line for line in text.splitlines() if "sc1" in line]
+    made = build_source(plan_source(plan))
+    check_resources("gfx942", made)
+    lines = [line for line in made.assembly.splitlines() if "sc1" in line]
     assert any(re.search(r"flat_store_dwordx2|global_store_dwordx2", line) and "sc0" in line for line in lines)
 
 
