@@ -221,7 +221,8 @@ def test_build_writes_the_report_of_the_code_object(tmp_path: Path, monkeypatch:
 def test_schedule_of_several_devices() -> None:
     """A prediction, and where the figures of the links come from."""
     one, eight = (
-        lines(run("schedule", "qwen3-0.6b", "--tp", tp, "--target", "sm_90a", "--json"))[-1] for tp in ("1", "8")
+        lines(run("schedule", "qwen3-0.6b", "--tp", tp, "--target", "sm_90a", "--workers", "8", "--json"))[-1]
+        for tp in ("1", "8")
     )
     assert eight["tp"] == 8 and eight["exchanges"] == 57 and "tp" not in one
     assert "neither was measured" in eight["link_figures"]

@@ -71,7 +71,7 @@ def test_elements_carry_stamps_and_edges_of_a_gpu_stay_by_value() -> None:
 def test_a_step_of_more_devices_is_predicted_to_be_shorter(name: str) -> None:
     """The model: bytes shrink with the number of devices, hops do not."""
     config = {**CONFIG, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "num_hidden_layers": 4}  # fmt: skip
+              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000, "num_hidden_layers": 2}  # fmt: skip
     target = find_target(name)
     steps = {}
     for tp in (1, 2, 4, 8):
@@ -80,11 +80,11 @@ def test_a_step_of_more_devices_is_predicted_to_be_shorter(name: str) -> None:
         said = simulate(plan.counted, target, 512)
         steps[tp] = said.makespan_us
         exchanges = len(plan.lowered.exchanges)
-        assert exchanges == (0 if tp == 1 else 9)
+        assert exchanges == (0 if tp == 1 else 5)
         assert said.makespan_us >= said.floor_us + exchanges * target.link_us * 0.5
     assert steps[1] > steps[2] > steps[4] > steps[8] > steps[1] / 8 and steps[2] > 0.5 * steps[1]
     slow = simulate(plan.counted, target.__class__(**{**vars(target), "link_us": 50.0}), 512)
-    assert slow.makespan_us > steps[8] + 9 * 40
+    assert slow.makespan_us > steps[8] + 5 * 40
 
 
 def test_every_target_says_what_its_links_are() -> None:
