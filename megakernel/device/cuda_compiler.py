@@ -62,7 +62,7 @@ def shared_bytes_of(target: Target, tunables: Tunables = DEFAULTS) -> int:
 def compile_flags(target: Target, chaos: bool, trace: bool, tunables: Tunables = DEFAULTS) -> tuple[str, ...]:
     """All NVRTC options but the include folder."""
     sizes = {
-        "STAGES": stages_of(target, tunables), "IN_FLIGHT": tunables.in_flight, "CALM": tunables.calm, 
+        "STAGES": stages_of(target, tunables), "IN_FLIGHT": tunables.in_flight, "CALM": tunables.calm,
         "SCRATCH_BYTES": SCRATCH_BYTES,
         "SHARED_BYTES": shared_bytes_of(target, tunables),
     }  # fmt: skip
