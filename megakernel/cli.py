@@ -523,7 +523,9 @@ def serve(
     allowed_origin: Annotated[
         list[str] | None, typer.Option(help="Web page that may call, besides pages of this machine; * is all.")
     ] = None,
-    web: Annotated[bool, typer.Option("--web", help="Serve a chat page at /.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve a chat page at /; the kernel is one that can record its timeline.")
+    ] = False,
     tool_call_parser: Annotated[
         str, typer.Option(help="Form of tool calls: auto (by the chat template), none, hermes, llama3, mistral.")
     ] = "auto",
@@ -546,7 +548,7 @@ def serve(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context,
                 max_rows=max_rows, workers=workers, policy=policy, seed=seed, kv_pages=kv_pages,
                 share_prefixes=share_prefixes, max_step_ms=max_step_ms, steps_per_launch=steps_per_launch,
-                tp=tp, tp_processes=tp_processes, settings=settings, progress=progress,
+                tp=tp, tp_processes=tp_processes, settings=settings, progress=progress, trace=web,
             )  # fmt: skip
 
     serving.run(open_model, chosen, lambda text: errors.print(f"listening on {text}", highlight=False))
