@@ -141,7 +141,9 @@ def build_command(
                 origin, goal, where, settings, progress, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots,
                 max_context=max_context, max_rows=max_rows, policy=policy, tp=tp,
             )  # fmt: skip
-            saved = save_ranks(program, origin.config, goal, output) if output else None
+            code = dict(where.code_report(program.binary))
+            beside = {"report.json": json.dumps(code, indent=1) + "\n"} if code else {}
+            saved = save_ranks(program, origin.config, goal, output, beside) if output else None
         finally:
             origin.close()
     m = program.manifest
@@ -153,9 +155,6 @@ def build_command(
         "binary": str(program.binary),
         "saved": str(saved) if saved else None,
     }  # fmt: skip
-    code = dict(where.code_report(program.binary))
-    if saved and code:
-        (saved / "report.json").write_text(json.dumps(code, indent=1) + "\n")
     if as_json:
         emit(facts | ({"code": code} if code else {}))
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -114,7 +115,7 @@ def _guarded(part: Callable[[], Any]) -> Any:
 
 # ------------------------------------------------------------------------------------------ what is there
 def system() -> dict[str, Any]:
-    """Operating system, processor, Python and the packages that matter."""
+    """Operating system, processor, Python, the packages that matter and the commit of this one."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -124,8 +125,22 @@ def system() -> dict[str, Any]:
     return {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processor": _processor(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-        "packages": versions, "rocm": _first_line(Path("/opt/rocm/.info/version")),
+        "packages": versions, "commit": commit(Path(__file__).parent),
+        "rocm": _first_line(Path("/opt/rocm/.info/version")),
     }  # fmt: skip
+
+
+def commit(package: Path) -> str | None:
+    """Of the clone that `package` is part of, with "-dirty" where files were changed; None where it is in no clone."""
+    git = ("git", "-C", str(package))
+    try:  # a folder inside of another repository, such as a virtual environment's, is not that repository's
+        subprocess.run(
+            [*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=60, check=True
+        )
+        line = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _processor() -> str | None:

@@ -101,12 +101,15 @@ def workers_of_rank(target: Target, tp: int, workers: int | None, settings: Sett
     return target.with_workers(max(1, target.workers // tp))
 
 
-def save_ranks(program: Program, config: Mapping[str, Any], target: Target, folder: Path) -> Path:
-    """Save a program to a new folder; of several ranks each to one of its own in it, "rank0", "rank1", ..."""
+def save_ranks(
+    program: Program, config: Mapping[str, Any], target: Target, folder: Path, beside: Mapping[str, str] | None = None
+) -> Path:
+    """Save a program to a new folder; of several ranks each to one of its own in it, "rank0", "rank1", ... `beside`:
+    texts of further files, by name, for every rank."""
     if program.manifest.ranks == 1:
-        return program.save(folder)
+        return program.save(folder, beside)
     for rank in range(program.manifest.ranks):
-        rank_program(program, config, target, rank).save(folder / f"rank{rank}")
+        rank_program(program, config, target, rank).save(folder / f"rank{rank}", beside)
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,8 +59,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     workers = _integer(env, "MEGAKERNEL_WORKERS", 0, 1, MAX_WORKERS)
     return Settings(
         cache=_cache_folder(env),
-        cxx=_text(env, "MEGAKERNEL_CXX"),
-        hip_cxx=_text(env, "MEGAKERNEL_HIPCXX"),
+        cxx=_command(env, "MEGAKERNEL_CXX"),
+        hip_cxx=_command(env, "MEGAKERNEL_HIPCXX"),
         rocm=Path(_text(env, "ROCM_PATH") or "/opt/rocm"),
         target=_text(env, "MEGAKERNEL_TARGET"),
         workers=workers or None,
@@ -81,6 +82,15 @@ def _folders(env: Mapping[str, str], name: str) -> tuple[Path, ...]:
 
 def _text(env: Mapping[str, str], name: str) -> str | None:
     return env.get(name, "").strip() or None
+
+
+def _command(env: Mapping[str, str], name: str) -> str | None:
+    text = _text(env, name)
+    try:
+        shlex.split(text or "")
+    except ValueError as e:
+        raise SettingsError(f"{name}: expected a command as in a shell, got {text!r} ({e})") from e
+    return text
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, low: int, high: int, meaning: str = "") -> int:

@@ -110,14 +110,17 @@ def _hip(name: str) -> Target:
     part = part_of(name)
     several = part.groups is not None and part.groups > 1
     lacks = part.unpublished()
+    hop_us, whose = (XCD_HOP_US, "what others report of the MI300X") if several else (GUESSED_HOP_US, "a guess")
     return Target(
         name=name, backend="hip", workers=part.units or ASSUMED_UNITS, shared_bytes=part.lds_bytes,
-        stream_gbps=part.memory_gbps, worker_gflops=2000.0, hop_us=XCD_HOP_US if several else GUESSED_HOP_US,
+        stream_gbps=part.memory_gbps, worker_gflops=2000.0, hop_us=hop_us,
         task_us=0.5, tile_n=16, page_tokens=64, piece_tokens=256, value_edges=False, groups=part.groups or 1,
         signal_us=SIGNAL_US.get(name, 0.0), cache_bytes=part.cache_bytes or 0,
         cache_gbps=part.cache_gbps or 0.0,
-        source=f"{part.name}: vendor documents, see parts.py; never run on hardware by this project"
-        + (f"; not published: {', '.join(lacks)}" if lacks else ""),
+        source=f"{part.name}: vendor documents, see parts.py; hops of {hop_us:g} us are {whose}; never run on hardware "
+        "by this project"
+        + (f"; not published: {', '.join(lacks)}" if lacks else "")
+        + ("" if part.units else f", {ASSUMED_UNITS} units assumed"),
         stamped_links=True, **_link(name),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megakernel.tasks.record import RECORD, abi_hash, row_capacity
 from megakernel.tasks.task import all_fields
 
 FORMAT = 2
+FILES = frozenset({"manifest.json", "records.npy", "kernel.bin", "kernel.cpp"})  # of a saved program, with their sums
 
 
 @dataclass(frozen=True)
@@ -201,16 +203,17 @@ class Program:
     binary: Path
     source: str
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the program to a folder that must not exist yet; all or nothing. Raises ProgramError."""
+    def save(self, folder: str | os.PathLike[str], beside: Mapping[str, str] | None = None) -> Path:
+        """Write the program to a folder that must not exist yet; all or nothing. `beside`: texts of further files, by
+        name. Raises ProgramError."""
         try:
-            return self.write(Path(folder))
+            return self.write(Path(folder), beside)
         except OSError as e:
             raise ProgramError(
                 f"cannot write the program to {folder}: {e.strerror or e}; free some space or choose another folder"
             ) from e
 
-    def write(self, final: Path) -> Path:
+    def write(self, final: Path, beside: Mapping[str, str] | None = None) -> Path:
         """As `save`, but a disk that does not take it raises OSError."""
         if final.exists():
             raise ProgramError(f"{final} exists; give a new folder or remove it")
@@ -221,6 +224,8 @@ class Program:
             (work / "kernel.cpp").write_text(self.source)
             shutil.copyfile(self.binary, work / "kernel.bin")
             np.save(work / "records.npy", self.records.view(np.uint8), allow_pickle=False)
+            for name, text in (beside or {}).items():
+                (work / name).write_text(text)
             sums = {p.name: _sha(p) for p in sorted(work.iterdir())}
             (work / "sums.json").write_text(json.dumps(sums))
             os.chmod(work, 0o755)
@@ -236,6 +241,8 @@ class Program:
         root = Path(folder)
         try:
             sums = json.loads((root / "sums.json").read_text())
+            if not isinstance(sums, dict) or not FILES.issubset(sums):
+                raise ValueError("sums.json has not the sum of every file")
             for name, want in sums.items():
                 got = _sha(root / name)
                 if got != want:
@@ -244,7 +251,7 @@ class Program:
             raw = np.load(root / "records.npy", allow_pickle=False)
         except (OSError, ValueError) as e:
             raise ProgramError(
-                f"{root} is not a saved program ({e}); expected manifest.json, records.npy, kernel.bin"
+                f"{root} is not a saved program ({e}); expected {', '.join(sorted(FILES))} and sums.json"
             ) from e
         check_abi(manifest)
         shape = (manifest.workers, manifest.queue_length)

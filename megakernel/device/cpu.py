@@ -88,7 +88,8 @@ def find_compiler(wanted: str | None = None) -> tuple[str, ...]:
 def compiler_version(command: tuple[str, ...]) -> str:
     """First line of --version. Raises BuildError when the compiler does not start."""
     try:
-        out = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        line = [*command, "--version"]
+        out = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as e:
         raise BuildError(f"{' '.join(command)} --version failed: {e}; set MEGAKERNEL_CXX to a working compiler") from e
     return out.stdout.splitlines()[0] if out.stdout else "unknown"
@@ -123,11 +124,15 @@ def compile_source(
         paths = [f"-I{work}", f"-I{include}", str(work / "kernel.cpp"), "-o", str(work / "out")]
         line = [*command, *flags, *extra, *paths]
         try:
-            done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+            done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=600)
         except (OSError, subprocess.SubprocessError) as e:
             raise BuildError(f"{command[0]} did not run: {e}") from e
         if done.returncode != 0:
             raise BuildError(f"{' '.join(line)}\nended with {done.returncode}:\n{done.stderr[-8000:]}")
+        if not (work / "out").exists():
+            raise BuildError(
+                f"{' '.join(command)} ended without an error and wrote nothing; set MEGAKERNEL_CXX to a C++20 compiler"
+            )
         shutil.move(work / "out", output)
 
 

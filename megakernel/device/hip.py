@@ -22,7 +22,14 @@ import numpy.typing as npt
 from megakernel.device import hip_peer
 from megakernel.device.code_object import KernelReport, kernel_report, symbol_bytes
 from megakernel.device.device import Availability, Buffer, Bytes, Device, Executable, KernelSource
-from megakernel.device.hip_compiler import FREESTANDING, compile_code_object, compile_flags, find_compiler, is_rocm
+from megakernel.device.hip_compiler import (
+    FREESTANDING,
+    check_code,
+    compile_code_object,
+    compile_flags,
+    find_compiler,
+    is_rocm,
+)
 from megakernel.device.hip_report import code_report
 from megakernel.errors import (
     BuildError,
@@ -297,10 +304,9 @@ class HipDevice(Device):
         return " ".join((compiler.version, *compiler.command, *FREESTANDING, *compile_flags(target, False, False)))
 
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
-        code = compile_code_object(source, include, find_compiler(self._compiler))
-        report = kernel_report(code)
-        if report.architecture != source.target.name:
-            raise BuildError(f"the compiler made code for {report.architecture}, asked for {source.target.name}")
+        compiler = find_compiler(self._compiler)
+        code = compile_code_object(source, include, compiler)
+        check_code(code, source.target, compiler)
         output.write_bytes(code)
 
     def code_report(self, binary: Path) -> Mapping[str, Any]:

@@ -16,16 +16,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megakernel.device.code_object import REMEDY, kernel_report
 from megakernel.device.device import KernelSource
 from megakernel.device.hip_report import with_counts
 from megakernel.device.hip_ring import ring_shape
-from megakernel.errors import BuildError, NoCompiler
+from megakernel.errors import BuildError, NoCompiler, ProgramError
 from megakernel.settings import read_settings
 from megakernel.target import Target
 
 SETTING = "MEGAKERNEL_HIPCXX"
 WAVES = {"gfx90a": 64, "gfx942": 64, "gfx950": 64, "gfx1100": 32, "gfx1250": 32}  # lanes
 NEWEST_CLANG, OLDEST_CLANG = 26, 22
+_ANOTHER = f"set {SETTING} to a clang++ of version {OLDEST_CLANG} or newer"
 STDINT = "\n".join(
     ["#pragma once"]
     + [f"typedef __{s}INT{n}_TYPE__ {s.lower()}int{n}_t;" for s in ("", "U") for n in (8, 16, 32, 64)]
@@ -102,6 +104,17 @@ def compile_code_object(source: KernelSource, include: Path, compiler: Compiler)
         return link_assembly(assembly, source.target, compiler)
 
 
+def check_code(code: bytes, target: Target, compiler: Compiler) -> None:
+    """Raise BuildError for what is no code object of that target, naming the compiler that wrote it."""
+    try:
+        made = kernel_report(code).architecture
+    except ProgramError as e:
+        said = str(e).removesuffix(f"; {REMEDY}")
+        raise BuildError(f"{_wrote(compiler)} what is no code object ({said}); {_ANOTHER}") from e
+    if made != target.name:
+        raise BuildError(f"{_wrote(compiler)} code for {made}, asked for {target.name}; {_ANOTHER}")
+
+
 def compile_assembly(source: KernelSource, include: Path, compiler: Compiler) -> str:
     """The kernel's assembly, which is what the checks of instructions read. Raises BuildError with the log."""
     with tempfile.TemporaryDirectory(prefix="megakernel-") as folder:
@@ -114,7 +127,11 @@ def compile_assembly(source: KernelSource, include: Path, compiler: Compiler) ->
             *compiler.command, *FREESTANDING, *flags, f"-I{work}", f"-I{include}", "-S", str(work / "kernel.hip"), "-o",
             str(work / "kernel.s"),
         )  # fmt: skip
-        return _made(work / "kernel.s", compiler).decode()
+        made = _made(work / "kernel.s", compiler)
+    try:
+        return made.decode()
+    except UnicodeDecodeError as e:
+        raise BuildError(f"{_wrote(compiler)} a .s file that is no assembly ({e}); {_ANOTHER}") from e
 
 
 def link_assembly(assembly: Path, target: Target, compiler: Compiler) -> bytes:
@@ -132,16 +149,17 @@ def link_assembly(assembly: Path, target: Target, compiler: Compiler) -> bytes:
 
 def _made(path: Path, compiler: Compiler) -> bytes:
     if not path.exists():
-        raise BuildError(
-            f"{' '.join(compiler.command)} ended without an error and wrote no {path.suffix} file; set {SETTING} to a "
-            f"clang++ of version {OLDEST_CLANG} or newer"
-        )
+        raise BuildError(f"{_wrote(compiler)} no {path.suffix} file; {_ANOTHER}")
     return path.read_bytes()
+
+
+def _wrote(compiler: Compiler) -> str:
+    return f"{' '.join(compiler.command) or compiler.version} ended without an error and wrote"
 
 
 def _call(*line: str) -> None:
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=600)
     except (OSError, subprocess.SubprocessError) as e:
         raise BuildError(f"{line[0]} did not run: {e}") from e
     if done.returncode != 0:
@@ -150,15 +168,13 @@ def _call(*line: str) -> None:
 
 def _version(command: tuple[str, ...]) -> str:
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        line = [*command, "--version"]
+        done = subprocess.run(line, capture_output=True, text=True, errors="replace", timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as e:
         raise BuildError(f"{' '.join(command)} --version failed: {e}; set {SETTING} to a working clang++") from e
     said = (done.stdout.splitlines() or [""])[0]
     if "clang" not in said.lower():
-        raise NoCompiler(
-            f"{' '.join(command)} --version says {said[:80]!r}, expected a clang; set {SETTING} to a clang++ of "
-            f"version {OLDEST_CLANG} or newer"
-        )
+        raise NoCompiler(f"{' '.join(command)} --version says {said[:80]!r}, expected a clang; {_ANOTHER}")
     return said
 
 

@@ -366,8 +366,11 @@ def script(path: Path, body: str) -> str:
     [
         ("exit 1", ("MEGAKERNEL_CXX",)),
         ('case "$*" in *--version*) echo "fake 1";; *) echo "kernel.cpp:1: error: boom" >&2; exit 1;; esac', ("boom",)),
+        (r"printf '\377 boom' >&2; exit 1", ("MEGAKERNEL_CXX",)),
+        (r'case "$*" in *--version*) printf "\377 1\n";; *) printf "\377 boom" >&2; exit 1;; esac', ("boom",)),
+        ("echo fake 1", ("ended without an error", "MEGAKERNEL_CXX")),
     ],
-    ids=["does_not_start", "fails"],
+    ids=["does_not_start", "fails", "does_not_start_and_says_no_text", "fails_and_says_no_text", "writes_nothing"],
 )
 def test_a_compiler_that_fails(model: Path, tmp_path: Path, body: str, words: tuple[str, ...]) -> None:
     result = build(model, tmp_path / "cache", MEGAKERNEL_CXX=script(tmp_path / "cc", body))

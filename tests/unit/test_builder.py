@@ -296,6 +296,24 @@ def test_a_changed_file_is_refused(tmp_path: Path, name: str) -> None:
         Program.load(folder)
 
 
+@pytest.mark.parametrize("sums", ["[]", "null", "{}", '{"kernel.bin": 1}', "not JSON"])
+def test_sums_that_are_damaged_are_refused(tmp_path: Path, sums: str) -> None:
+    """A file without a sum would be read unchecked."""
+    _, folder = saved(tmp_path)
+    (folder / "sums.json").write_text(sums)
+    with pytest.raises(ProgramError, match="not a saved program"):
+        Program.load(folder)
+
+
+def test_texts_beside_a_program_have_sums_too(tmp_path: Path) -> None:
+    program, _ = saved(tmp_path)
+    folder = program.save(tmp_path / "more", {"report.json": "{}"})
+    assert Program.load(folder).manifest == program.manifest
+    (folder / "report.json").write_text("{ }")
+    with pytest.raises(ProgramError, match=r"report\.json: content changed"):
+        Program.load(folder)
+
+
 def test_another_abi_is_refused(tmp_path: Path) -> None:
     program, _ = saved(tmp_path)
     other = replace(program, manifest=replace(program.manifest, abi_hash=1))

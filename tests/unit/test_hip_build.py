@@ -223,6 +223,14 @@ KERNEL k_load_acquire(uint64_t* p) { p[64] = load_acquire(p) + p[32]; }
 KERNEL k_load_acquire_system(uint64_t* p) { p[64] = load_acquire_system(p) + p[32]; }
 KERNEL k_acquire(uint64_t* p) { const uint64_t v = load_relaxed(p); acquire(); p[64] = v + p[32]; }
 KERNEL k_fetch_add(uint64_t* p) { p[64] = fetch_add(p, 2); }
+constexpr auto kLate = megakernel::abi::FaultKind::kWaitBudget;
+KERNEL k_wait(uint64_t* p) { if (Worker(0, 0, 0).wait(p, 3, kLate, 0)) p[64] = p[32]; }
+KERNEL k_signal(uint64_t* p) { p[64] = 1; Worker(0, 0, 0).signal(p, 0); }
+template <class W> MK_DEVICE bool last(W&& w, uint64_t* p) {
+  if constexpr (kGroups > 1) return w.signal_last(p, 0, 3);
+  return false;
+}
+KERNEL k_signal_last(uint64_t* p) { p[64] = 1; if (last(Worker(0, 0, 0), p)) p[65] = p[32]; }
 """
 SYSTEM_ACQUIRE = {
     "gfx90a": r"buffer_invl2", "gfx942": r"buffer_inv sc0 sc1", "gfx950": r"buffer_inv sc0 sc1",
@@ -239,6 +247,7 @@ def test_each_primitive_has_its_own_cache_operation(target: str) -> None:
     hand_over = r"^\s+(?:global|flat)_(?:atomic|store)\w*"
     for name, wanted in (
         ("add_release", RELEASE), ("store_release", RELEASE), ("store_release_system", SYSTEM_RELEASE),
+        ("signal", RELEASE),
     ):  # fmt: skip
         *_, last = re.finditer(hand_over, bodies[name], re.M)
         before = bodies[name][: last.start()]
@@ -252,6 +261,14 @@ def test_each_primitive_has_its_own_cache_operation(target: str) -> None:
         loads = [m.start() for m in re.finditer(r"^\s+(?:global|flat)_load", bodies[name], re.M)]
         between = bodies[name][loads[0] : loads[-1]]
         assert len(loads) == 2 and re.search(rf"^\s+{wanted[target]}\s*$", between, re.M), f"{name}: {between}"
+    if find_target(target).groups > 1:
+        before, _, after = re.split(r"^\s+((?:global|flat)_atomic)", bodies["signal_last"], flags=re.M)
+        assert re.search(rf"^\s+{RELEASE[target]}\s*$", before, re.M), f"signal_last: {before}"
+        seen = re.split(r"^\s+(?:global|flat)_load", after, flags=re.M)[0]
+        assert re.search(rf"^\s+{ACQUIRE[target]}\s*$", seen, re.M), f"signal_last: {after}"
+    *_, last = re.finditer(r"^\s+(?:global|flat)_load", bodies["wait"], re.M)
+    straight = re.split(r"^(?:\.L\w+:|\s+s_c?branch).*$", bodies["wait"][: last.start()], flags=re.M)[-1]
+    assert re.search(rf"^\s+{ACQUIRE[target]}\s*$", straight, re.M), f"wait: {straight}"
     for operation in (ACQUIRE[target], r"buffer_wbl2.*", r"global_wb .*"):
         assert not re.search(rf"^\s+{operation}\s*$", bodies["fetch_add"], re.M), "relaxed: no cache operation"
 
@@ -356,6 +373,34 @@ def test_a_compiler_that_writes_nothing() -> None:
     source = plan_source(make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200))
     with pytest.raises(BuildError, match=r"/bin/true ended without an error and wrote no \.s file; set MEGAKERNEL"):
         compile_assembly(source, INCLUDE, Compiler("clang", ("/bin/true",), "clang version 22"))
+
+
+# A script that says it is a clang; `{out}` of it are what it writes to the file after -o, and to the terminal.
+GARBAGE = """#!/bin/sh
+if [ "$1" = --version ]; then printf '\\377 clang\\n'; exit 0; fi
+while [ $# -gt 0 ]; do if [ "$1" = -o ]; then out=$2; fi; shift; done
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (r"printf '\377\376' >$out", r"hipcxx ended without an error and wrote a \.s file that is no assembly"),
+        ("echo hello >$out", r"hipcxx ended without an error and wrote what is no code object \(.*ELF file\); set"),
+        (": >$out", r"wrote what is no code object"),
+        (r"printf '\377 boom' >&2; exit 1", r"ended with 1:\n\ufffd boom"),
+    ],
+)
+def test_a_compiler_that_writes_garbage(body: str, said: str, tmp_path: Path) -> None:
+    """To the terminal too: bytes that are no text do not hide the error."""
+    command = tmp_path / "hipcxx"
+    command.write_text(GARBAGE.format(body=body))
+    command.chmod(0o755)
+    source = plan_source(make_plan(TINY, find_target("gfx942"), dtype="bf16", max_context=200))
+    with pytest.raises(BuildError, match=said):
+        hip.HipDevice(None, compiler=str(command)).compile(source, INCLUDE, tmp_path / "k")
+    assert not (tmp_path / "k").exists()
 
 
 def test_a_compile_error_carries_the_log(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def test_a_target_has_the_figures_of_its_part() -> None:
         assert t.workers == (part.units or ASSUMED_UNITS) and t.groups == (part.groups or 1)
         assert part.name in t.source and "never run on hardware" in t.source
         assert all(name in t.source for name in part.unpublished())
+        assert f"hops of {t.hop_us:g} us are {'what others report' if t.groups > 1 else 'a guess'}" in t.source
+        assert (f"{ASSUMED_UNITS} units assumed" in t.source) == (part.units is None)
         assert t.workers % t.groups == 0
 
 

@@ -33,7 +33,8 @@ def test_every_variable(tmp_path: Path) -> None:
     [
         ("MEGAKERNEL_DEBUG", "5"), ("MEGAKERNEL_DEBUG", "yes"), ("MEGAKERNEL_WORKERS", "0"),
         ("MEGAKERNEL_WORKERS", "2.5"), ("MEGAKERNEL_SPIN_MS", "-1"), ("MEGAKERNEL_STEPS", "0"),
-        ("MEGAKERNEL_CACHE", "relative/folder"),
+        ("MEGAKERNEL_CACHE", "relative/folder"), ("MEGAKERNEL_CXX", 'cc "-O1'),
+        ("MEGAKERNEL_HIPCXX", 'clang "-O1'),
     ],
 )  # fmt: skip
 def test_a_bad_value_names_variable_expected_and_got(name: str, value: str) -> None:

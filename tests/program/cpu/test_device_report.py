@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,28 @@ def test_a_whole_report(tiny: Path, cache: Path, tmp_path: Path) -> None:
     line = json.loads(result.stdout.splitlines()[-1])
     assert line["tests"] == "3 run, 1 failed" and "us at 8" in line[f"time {tiny}"]
     assert line[f"timeline {tiny}"].startswith("2 steps of ") and line[f"timeline {tiny}"].endswith(" events")
+
+
+def test_the_commit_is_that_of_the_package_alone(tmp_path: Path) -> None:
+    """Not of a repository around the folder that the package is installed in."""
+
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.invalid")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    assert device_report.commit(package) is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "first")
+    assert device_report.commit(package) is None
+    git("add", ".")
+    git("commit", "-m", "second")
+    made = device_report.commit(package)
+    assert made is not None and re.fullmatch("[0-9a-f]{40}", made)
+    (package / "__init__.py").write_text("changed")
+    assert device_report.commit(package) == f"{made}-dirty"
 
 
 def test_a_device_that_cannot_be_used_has_a_report_that_says_why(
