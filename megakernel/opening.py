@@ -10,7 +10,7 @@ from megakernel.builder.build import build_program, rank_program
 from megakernel.builder.program import Program
 from megakernel.device.device import Device
 from megakernel.devices import find_device, list_devices, open_device
-from megakernel.errors import DeviceUnavailable
+from megakernel.errors import DeviceUnavailable, ProgramError
 from megakernel.origin import Origin, Progress, open_origin
 from megakernel.ranks import LocalRank, Member, ProcessRank, Ranks, rank_devices
 from megakernel.runtime import Runtime
@@ -105,9 +105,11 @@ def save_ranks(
     program: Program, config: Mapping[str, Any], target: Target, folder: Path, beside: Mapping[str, str] | None = None
 ) -> Path:
     """Save a program to a new folder; of several ranks each to one of its own in it, "rank0", "rank1", ... `beside`:
-    texts of further files, by name, for every rank."""
+    texts of further files, by name, for every rank. Raises ProgramError."""
     if program.manifest.ranks == 1:
         return program.save(folder, beside)
+    if folder.exists():
+        raise ProgramError(f"{folder} exists; give a new folder or remove it")
     for rank in range(program.manifest.ranks):
         rank_program(program, config, target, rank).save(folder / f"rank{rank}", beside)
     return folder

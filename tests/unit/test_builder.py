@@ -25,6 +25,7 @@ from megakernel.builder.memory import ancestors, touches
 from megakernel.builder.program import Manifest, Program
 from megakernel.builder.weights import pack_weights
 from megakernel.errors import BuildError, CapacityError, CheckpointError, LoweringError, ProgramError, ScheduleError
+from megakernel.opening import save_ranks
 from megakernel.scheduler.verify import verify
 from megakernel.target import TARGETS, find_target
 from megakernel.tasks.task import DType
@@ -284,6 +285,15 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert again.source == program.source and again.binary.read_bytes() == program.binary.read_bytes()
     with pytest.raises(ProgramError, match="exists"):
         program.save(folder)
+
+
+def test_ranks_go_to_a_new_folder_too(tmp_path: Path) -> None:
+    """Never beside the files of another program."""
+    program, folder = saved(tmp_path)
+    of_two = replace(program, manifest=replace(program.manifest, ranks=2))
+    with pytest.raises(ProgramError, match="exists; give a new folder"):
+        save_ranks(of_two, TINY, CPU, folder)
+    assert not (folder / "rank0").exists()
 
 
 @pytest.mark.parametrize("name", ["records.npy", "kernel.bin", "manifest.json"])
