@@ -41,8 +41,10 @@ class Target:
     cluster: int = 1
     groups: int = 1  # of workers that share a cache which others do not see: hierarchical counters, scheduler/relay.py
     signal_us: float = 0.0  # one signal to a counter that many workers signal at once, microseconds
+    l2_bytes: int = 0  # second level of cache, of all groups together
     cache_bytes: int = 0  # cache before the memory, shared by all workers; 0: none that helps
     cache_gbps: float = 0.0  # its read bandwidth
+    worker_gbps: float = 0.0  # most that one worker can read, however few there are; 0: not known
     source: str = ""  # where the figures come from
     link_gbps: float = 0.0  # what one device sends to all its peers, GB/s, one direction
     link_us: float = 0.0  # a store into a peer's memory to its being seen there, microseconds
@@ -59,6 +61,10 @@ class Target:
         if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= MAX_WORKERS:
             raise TargetError(f"workers: expected an integer from 1 to {MAX_WORKERS}, got {workers!r}")
         return replace(self, workers=workers)
+
+
+# A multiprocessor, or a compute unit of an AMD part, gets at most 64 bytes a cycle from the second level; at 2 GHz.
+UNIT_GBPS = 128.0
 
 
 def _cpu(name: str, vector: int) -> Target:
@@ -93,6 +99,7 @@ def _cuda(name: str, sms: int, shared_kb: int, gbps: float, cluster: int = 1) ->
     return Target(
         name=name, backend="cuda", workers=sms, shared_bytes=shared_kb * 1024, stream_gbps=gbps, worker_gflops=2000.0,
         hop_us=2.0, task_us=0.3, tile_n=8, page_tokens=64, piece_tokens=256, value_edges=True, cluster=cluster,
+        worker_gbps=UNIT_GBPS,
         half_only=True, head_multiple=32, page_least=32, piece_bytes=shared_kb * 1024 * 2 // 3, rotary_multiple=32,
         source="vendor documents; sm_90a measured on an H200", stamped_links=True, **_link(name),
     )  # fmt: skip
@@ -115,7 +122,8 @@ def _hip(name: str) -> Target:
         name=name, backend="hip", workers=part.units or ASSUMED_UNITS, shared_bytes=part.lds_bytes,
         stream_gbps=part.memory_gbps, worker_gflops=2000.0, hop_us=hop_us,
         task_us=0.5, tile_n=16, page_tokens=64, piece_tokens=256, value_edges=False, groups=part.groups or 1,
-        signal_us=SIGNAL_US.get(name, 0.0), cache_bytes=part.cache_bytes or 0,
+        worker_gbps=UNIT_GBPS, l2_bytes=(part.l2_bytes or 0) * (part.groups or 1), signal_us=SIGNAL_US.get(name, 0.0),
+        cache_bytes=part.cache_bytes or 0,
         cache_gbps=part.cache_gbps or 0.0,
         source=f"{part.name}: vendor documents, see parts.py; hops of {hop_us:g} us are {whose}; never run on hardware "
         "by this project"

@@ -137,9 +137,10 @@ class _Run:
         self.workers = [
             _Worker(free=c.step_us, ahead=sum(self._bytes(e) for e in q if e.count)) for q in schedule.queues
         ]
-        fits = sum(w.ahead for w in self.workers) + sum(map(self._bytes, schedule.shared)) <= target.cache_bytes
-        self.stream_gbps = _pick(c.stream_gbps, target.cache_gbps if fits and target.cache_gbps else target.stream_gbps)
-        self.rate = self.stream_gbps / schedule.workers * 1e3  # bytes a microsecond
+        whole = sum(w.ahead for w in self.workers) + sum(map(self._bytes, schedule.shared))
+        self.stream_gbps = _pick(c.stream_gbps, _stream_gbps(target, whole, schedule.workers))
+        rate = self.stream_gbps / schedule.workers
+        self.rate = min(rate, target.worker_gbps or rate) * 1e3  # of a worker, bytes a microsecond
         self.flops = _pick(c.worker_gflops, target.worker_gflops) * 1e3
         self.hop, self.task = _pick(c.hop_us, target.hop_us), _pick(c.task_us, target.task_us)
         self.signal_us = _pick(c.signal_us, target.signal_us)
@@ -287,6 +288,13 @@ class _Run:
         ]
         if stuck:
             raise ScheduleError(("simulate: the schedule deadlocks", *stuck))
+
+
+def _stream_gbps(target: Target, whole: float, workers: int) -> float:
+    """Of the nearest memory that holds all that a step streams."""
+    if whole <= target.l2_bytes and target.worker_gbps:
+        return workers * target.worker_gbps
+    return target.cache_gbps if whole <= target.cache_bytes and target.cache_gbps else target.stream_gbps
 
 
 def _pick(measured: float | None, documented: float) -> float:

@@ -93,6 +93,24 @@ def test_what_is_predicted_of_a_whole_model() -> None:
     assert found[1] == (pytest.approx(FLAT_US, rel=NEAR), pytest.approx(FLAT_SHARE, abs=NEAR))
 
 
+@pytest.mark.parametrize("name", ["gfx942", "sm_90a"])
+def test_few_workers_cannot_read_at_the_rate_of_all(name: str) -> None:
+    """A unit gets 64 bytes a cycle: a few of them do not fill the memory."""
+    config, taken = shape_config("llama-3.2-1b"), []
+    for workers in (1, 4, 32):
+        made = make_plan(config, TARGETS[name].with_workers(workers)).counted
+        run = simulate(made, TARGETS[name].with_workers(workers), 512)
+        assert run.makespan_us >= 2.4e9 / (workers * TARGETS[name].worker_gbps) / 1e3
+        taken.append(run.makespan_us)
+    assert taken == sorted(taken, reverse=True) and taken[0] > 5 * taken[2]
+
+
+def test_what_fits_the_second_level_is_read_from_there() -> None:
+    target = replace(GROUPED, worker_gbps=3.0, l2_bytes=1 << 30, cache_bytes=0)
+    assert simulate(six_to_one(), target, 0).floor_us < simulate(six_to_one(), replace(target, l2_bytes=0), 0).floor_us
+    assert TARGETS["gfx942"].l2_bytes == 8 * 4 << 20
+
+
 def test_the_documents_have_what_is_predicted() -> None:
     text = " ".join((Path(parts.__file__).parent.parent / "docs" / "amd.md").read_text().split())
     flat = r"and (\d+) us, (\d+) % hops, if no counter had relays; (\d+) us are the floor"
