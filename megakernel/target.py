@@ -91,7 +91,8 @@ def _link(name: str) -> dict[str, Any]:
     return {
         "link_gbps": rates.get(name, PCIE5_GBPS if name in ("sm_120a", "gfx1250") else PCIE_GBPS),
         "link_us": NVLINK_US if name in NVLINK_GBPS else OTHER_LINK_US,
-        "link_source": f"{kind}: rate of vendor documents, latency assumed; neither was measured",
+        "link_source": f"{kind}: rate {'guessed' if name == 'gfx1250' else 'of vendor documents'}, latency assumed; "
+        "neither was measured",
     }  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def probe() -> tuple[tuple[GpuInfo, ...], str]:
     except DeviceUnavailable as e:
         return (), str(e)
     except Exception as e:  # without a driver the bindings raise RuntimeError or a type of their own
-        return (), f"there is no NVIDIA driver on this machine ({str(e).splitlines()[0][:120]})"
+        return (), f"there is no NVIDIA driver on this machine ({str(e).splitlines()[0].split('. ')[0]})"
 
 
 def _toolkit_version() -> int:
