@@ -228,17 +228,24 @@ MK_DEVICE void drain_copies() {
 }
 
 // Counts the turns of a wait and looks at the clock now and then. Only the control warp looks at the other workers.
-struct Patience {
+template <uint32_t kHalves>  // of the budget
+struct PatienceOf {
   uint64_t began = 0;
   uint32_t turns = 0;
 
+  MK_DEVICE static uint64_t budget_ns() {
+    const uint64_t whole = block().args.spin_budget_ns;
+    return kHalves == 2 ? whole : whole / 2 * kHalves;
+  }
   MK_DEVICE bool over() {
     if (++turns % 64 != 0) return false;
     const uint64_t now = clock_ns();
     if (began == 0) began = now;
-    return *static_cast<volatile uint32_t*>(&block().stop) != 0 || now - began >= block().args.spin_budget_ns;
+    return *static_cast<volatile uint32_t*>(&block().stop) != 0 || now - began >= budget_ns();
   }
 };
+
+using Patience = PatienceOf<2>;
 
 // A random delay: often none, rarely long. Returns the next state.
 __device__ __noinline__ uint32_t random_delay(uint32_t state) {
