@@ -17,9 +17,6 @@ MK_INLINE void signal_peer(Worker& w, uint64_t* p, uint64_t count, uint32_t coun
 #endif
 }
 
-// Longer than that of waits within a device: the one that is at the root of a hang is to speak first.
-MK_INLINE uint64_t peer_budget_ns(const abi::KernelArgs& args) { return args.spin_budget_ns + args.spin_budget_ns / 2; }
-
 // Until `seen` gives what `enough` says yes to. False when the launch is over; `target` is for the report.
 template <class Seen, class Enough>
 inline bool await_from_peer(Worker& w, Seen seen, Enough enough, uint64_t target, uint32_t counter) {
@@ -42,7 +39,7 @@ inline bool await_from_peer(Worker& w, Seen seen, Enough enough, uint64_t target
       w.failed = true;
       return false;
     }
-    if (clock_ns() - began < peer_budget_ns(w.args)) continue;
+    if (clock_ns() - began < peer_budget_ns(w.args.spin_budget_ns)) continue;
     w.fault(abi::FaultKind::kPeerBudget, w.record ? w.record->tile_begin : abi::kNone, counter, value, target);
     return false;
   }

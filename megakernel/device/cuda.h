@@ -1,7 +1,8 @@
 // The CUDA device: a worker is one resident block whose warps play one role each. Included after the generated records.
 //
-// Warps 0 to 7 are consumers, and together the group that runs simple tasks; then producer, storer, control and 4 loaders,
-// who bring activations. What they share is one `Block` in shared memory. See docs/memory-model.md for which instruction orders which write.
+// Warps 0 to 7 are consumers, and together the group that runs simple tasks; then producer, storer, control and 4
+// loaders, who bring activations. What they share is one `Block` in shared memory. See docs/memory-model.md for which
+// instruction orders which write.
 #pragma once
 
 #define MEGAKERNEL_DRIVER "megakernel/scheduler/roles.cuh"
@@ -228,14 +229,14 @@ MK_DEVICE void drain_copies() {
 }
 
 // Counts the turns of a wait and looks at the clock now and then. Only the control warp looks at the other workers.
-template <uint32_t kHalves>  // of the budget
+template <bool kPeer>  // a wait for another device
 struct PatienceOf {
   uint64_t began = 0;
   uint32_t turns = 0;
 
   MK_DEVICE static uint64_t budget_ns() {
     const uint64_t whole = block().args.spin_budget_ns;
-    return kHalves == 2 ? whole : whole / 2 * kHalves;
+    return kPeer ? peer_budget_ns(whole) : whole;
   }
   MK_DEVICE bool over() {
     if (++turns % 64 != 0) return false;
@@ -245,7 +246,7 @@ struct PatienceOf {
   }
 };
 
-using Patience = PatienceOf<2>;
+using Patience = PatienceOf<false>;
 
 // A random delay: often none, rarely long. Returns the next state.
 __device__ __noinline__ uint32_t random_delay(uint32_t state) {

@@ -41,7 +41,8 @@ struct Producer {
   }
 };
 
-// Warp-wide. Every consumer waits for every stage and gives it back: so no waiter is more than one phase behind.
+// Warp-wide. Every consumer gives every stage back, and waits for all but the pages that others need: so no waiter is more
+// than one phase behind (docs/memory-model.md).
 struct Consumer {
   Worker w;
   Ring ring;
@@ -54,15 +55,14 @@ struct Consumer {
     ring = s.ring, sums_slot = s.sums_slot, sums_parity = s.sums_parity, input_parity = s.input_parity;
   }
   MK_DEVICE void save() const {
-    RoleState& s = w.state_to_write();
-    s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity, s.input_parity = input_parity;
+    save_own();
     w.save();
   }
-  // When the group has not met: fewer values to keep.
-  MK_DEVICE void save_alone() const {
-    if constexpr (kChaos) return save();
+  // When the group has not met, the worker is as it was loaded, but for the state of random delays.
+  MK_DEVICE void save_own() const {
     RoleState& s = w.state_to_write();
     s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity, s.input_parity = input_parity;
+    if constexpr (kChaos) s.random = w.random;
     __syncwarp();
   }
 

@@ -21,7 +21,7 @@ struct PageShape {
   static constexpr uint32_t kHalfRotary = kConfig.rotary_dim / 2;
   static constexpr uint32_t kPartial = kDim + 2;
   static constexpr bool kHalf = kConfig.kv_dtype == DType::kF16;
-  // Scratch of an item: queries as A operand, keys and values of this step's rows, what is merged; the item in the end.
+  // Scratch of an item: queries as A operand, keys and values of this step's rows, what is merged.
   static constexpr uint32_t kQueryBytes = kChunks * 512, kFreshBytes = kDim * 4;
   static constexpr uint32_t kFreshRows = (kBlockRows + kGroup - 1) / kGroup, kMergeAt = kQueryBytes + kFreshRows * kFreshBytes;
 
@@ -52,6 +52,7 @@ struct PageShape {
   };
 };
 
+// Where a walk over the items of a record is.
 struct Item {
   uint32_t tile, end, share;  // share: of the tile among those of its head
   uint32_t head, group_row, group_rows, piece, piece_end, count, page, last_page;  // count: items so far, modulo splits
@@ -62,7 +63,8 @@ struct Item {
 // The items of a record in order. The first `next` goes to the first; or one goes on from an item that another found.
 template <tasks::AttentionConfig kConfig>
 struct PageItems : Item {
-  static constexpr uint32_t kPage = kConfig.page_tokens, kPiece = kConfig.piece_tokens, kPiecePages = kPiece / kPage;
+  static constexpr uint32_t kPage = PageShape<kConfig>::kPage, kPiece = PageShape<kConfig>::kPiece;
+  static constexpr uint32_t kPiecePages = PageShape<kConfig>::kPiecePages;
   const abi::StepHeader& h;
   const abi::AttentionFields& f;
 

@@ -251,7 +251,7 @@ MK_DEVICE void consume_as(MatrixFlags flags) {
   Consumer c;
   c.load();
   consume_blocks<kHalf, Input>(c, flags);
-  c.save_alone();
+  c.save_own();
 }
 
 // One row in a step is what must be fast.

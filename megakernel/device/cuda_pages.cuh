@@ -49,58 +49,43 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     const Fields& f = fields_of<Task>(record);
     const char* pool = reinterpret_cast<const char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
     KnownPages& known = block().known_pages;
-    if (known.step != w.step || known.tile != record.tile_begin || known.window != f.window) {
-      fence_global_for_copies();
-      if (!find_pages(p, record, f, known, pool)) return p.save();
-    }
-    pool += uint64_t(known.head) * kUnitBytes;
+    if (known.step == w.step && known.tile == record.tile_begin && known.window == f.window) {
 #pragma unroll 1
-    for (uint32_t i = 0; i < known.count; ++i) put_page(p, pool + known.page[i] * uint64_t(kKvHeads * kUnitBytes));
+      for (uint32_t i = 0; i < known.count; ++i) put_page(p, pool, known.page[i], known.head);
+    } else {
+      fence_global_for_copies();
+      find_pages(p, record, f, known, pool);
+    }
     p.save();
   }
 
-  MK_DEVICE static void put_page(Producer& p, const char* unit) {
+  MK_DEVICE static void put_page(Producer& p, const char* pool, uint32_t page, uint32_t head) {
+    const char* unit = pool + (uint64_t(page) * kKvHeads + head) * kUnitBytes;
     p.put(unit, kUnitBytes / kPageStages);
     if constexpr (kTwoStages) p.put(unit + kKeyBytes, kKeyBytes);
   }
 
-  // The pages of all items become known. False: there are too many, or of several heads, and they have been put.
-  MK_DEVICE static bool find_pages(
+  // The pages of all items, which become known, unless there are too many or they are of several heads.
+  MK_DEVICE static void find_pages(
       Producer& p, const abi::Record& record, const Fields& f, KnownPages& known, const char* pool) {
     Worker& w = p.w;
     Items items(*w.header, record, f);
     const uint32_t head = items.head;
     uint32_t count = 0;
-    bool fits = record.tile_count == 1;
 #pragma unroll 1
     while (items.next()) {
       const uint32_t pages = items.last_page - items.page + 1;
       const uint32_t* table = reinterpret_cast<const uint32_t*>(w.args.page_table) +
                               uint64_t(w.header->row[items.group_row].slot) * w.args.pages_per_slot + items.page;
       const uint32_t mine = w.warp_lane() < pages ? load_word(table + w.warp_lane()) : 0;
-      if (fits && count + pages > KnownPages::kMost) {  // those found so far go first
-        fits = false;
-        __syncwarp();
+      if (w.warp_lane() < pages && count + pages <= KnownPages::kMost) known.page[count + w.warp_lane()] = mine;
+      count += pages;
 #pragma unroll 1
-        for (uint32_t i = 0; i < count; ++i) {
-          put_page(p, pool + (known.page[i] * uint64_t(kKvHeads) + head) * kUnitBytes);
-        }
-      }
-      if (fits) {
-        if (w.warp_lane() < pages) known.page[count + w.warp_lane()] = mine;
-        count += pages;
-        continue;
-      }
-#pragma unroll 1
-      for (uint32_t i = 0; i < pages; ++i) {
-        const uint64_t page = __shfl_sync(0xffffffffu, mine, i);
-        put_page(p, pool + (page * kKvHeads + items.head) * kUnitBytes);
-      }
+      for (uint32_t i = 0; i < pages; ++i) put_page(p, pool, __shfl_sync(0xffffffffu, mine, i), items.head);
     }
-    known.step = fits ? w.step : 0;
+    known.step = record.tile_count == 1 && count <= KnownPages::kMost ? w.step : 0;
     known.tile = record.tile_begin, known.window = f.window, known.head = head, known.count = count;
     __syncwarp();
-    return fits;
   }
 
   // ---------------------------------------------------------------------------------------------- loaders
@@ -347,7 +332,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   MK_DEVICE static bool one_piece(const Fields& f, uint32_t position) {
-    return f.output != abi::kNone && tasks::first_seen(position, f.window) / kPiece == position / kPiece;
+    return f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece);
   }
 
   // Columns [begin, begin + count) of the block's q-rows, by as many warps for each as there are.

@@ -27,7 +27,7 @@ MK_DEVICE void signal_peer(Worker& w, uint64_t* p, uint64_t count, uint32_t coun
 // Called by the group; a lane that waits in vain ends, and with it the launch.
 MK_DEVICE bool await_peer(Worker& w, const uint64_t* p, uint64_t target, uint32_t counter) {
   if (w.lane() == 0) {
-    PatienceOf<3> patience;  // a device's own faults come first
+    PatienceOf<true> patience;
     trace::wait_begins(w, abi::Role::kConsumer);
     for (uint64_t value; (value = load_acquire_system(p)) < target;) {
       if (patience.over()) give_up(abi::FaultKind::kPeerBudget, counter, value, target);
@@ -46,7 +46,7 @@ MK_DEVICE void put_stamped(uint64_t* p, float v, uint32_t stamp) {
 MK_DEVICE bool take_stamped(Worker& w, const uint64_t* p, uint32_t stamp, float& v, uint32_t counter) {
   uint64_t element = load_system(p);
   if (__builtin_expect(uint32_t(element >> 32) != stamp, 0)) {
-    PatienceOf<3> patience;  // a device's own faults come first
+    PatienceOf<true> patience;
     trace::wait_begins(w, abi::Role::kConsumer);
     do {
       if (patience.over()) give_up(abi::FaultKind::kPeerBudget, counter, element >> 32, stamp);

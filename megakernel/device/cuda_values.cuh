@@ -151,7 +151,7 @@ struct Core<tasks::Combine<kConfig>> {
   }
 
   MK_DEVICE static bool one_piece(const Fields& f, const abi::Row& row) {
-    return f.direct && tasks::first_seen(row.position, f.window) / kConfig.piece_tokens == row.position / kConfig.piece_tokens;
+    return f.direct && tasks::one_piece(row.position, f.window, kConfig.piece_tokens);
   }
 
   // Attention writes and clears rows of one piece itself.

@@ -43,7 +43,7 @@ MK_DEVICE bool await_from_peer(Worker& w, Seen seen, Enough enough, uint64_t tar
     if (load_relaxed(&w.launch()->abort) != 0) return false;
     const uint64_t now = clock_ns();
     if (began == 0) began = now;
-    if (now - began < w.args.spin_budget_ns + w.args.spin_budget_ns / 2) continue;  // a device's own faults come first
+    if (now - began < peer_budget_ns(w.args.spin_budget_ns)) continue;
     report_peer(w, counter, value, target);
     return false;
   }

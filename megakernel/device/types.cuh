@@ -17,5 +17,8 @@ namespace dev {
 constexpr uint32_t bytes_of(DType type) { return type == DType::kF32 ? 4 : 2; }
 constexpr float kInfinity = __builtin_huge_valf();
 
+// The budget of a wait for another device: longer than that of the others, so that the fault at the root comes first.
+constexpr uint64_t peer_budget_ns(uint64_t spin_budget_ns) { return spin_budget_ns + spin_budget_ns / 2; }
+
 }  // namespace dev
 }  // namespace megakernel

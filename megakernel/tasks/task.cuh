@@ -150,6 +150,11 @@ MK_DEVICE uint32_t first_seen(uint32_t position, uint32_t window) {
   return position >= window ? position + 1 - window : 0;
 }
 
+// Whether all that it sees is in one piece of so many tokens.
+MK_DEVICE bool one_piece(uint32_t position, uint32_t window, uint32_t piece_tokens) {
+  return first_seen(position, window) / piece_tokens == position / piece_tokens;
+}
+
 }  // namespace megakernel::tasks
 
 namespace megakernel {
