@@ -45,6 +45,8 @@ from megakernel.tasks.task import DType, TaskNode, all_operators
 
 UNIT_BYTES = 16 << 10  # of one KV page and head where pages travel through a ring
 ALIGN = 256
+ROUND_COLUMNS = 2048  # of an input, that loader warps bring at once: 8 in each of 2 shares of 32 lanes of 4 warps
+EVEN_UNIT = 1024  # columns of a unit that 8 warps share in whole multiples of 128
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,8 @@ class _Lowering:
                 gamma=self._gamma(f"{item.name}.gamma", item.norm), eps=item.norm.eps if item.norm else 0.0,
                 residual=item.residual, bias=bias, glu=item.activation if glu else None, sampled=item.sampled,
                 scale=item.scale, softcap=item.softcap, activation=None if glu else item.activation, layer=item.layer,
+                rounds=-(-layout.k_padded // ROUND_COLUMNS) if self.target.value_edges else 0,
+                even=self.target.value_edges and layout.k_unit == EVEN_UNIT,
             )
         )  # fmt: skip
 

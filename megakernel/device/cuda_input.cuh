@@ -86,16 +86,17 @@ struct RowStash {
   }
 };
 
-// What one loader warp does: its two shares. With a norm, gamma takes registers too, and fewer octets are asked for at once.
-template <bool kHalf, bool kNorm>
+// What one loader warp does: its two shares, so many rounds of 32 octets of each at once. `kEven`: k_unit is 1,024, so that
+// every share of a unit is 4 chunks. All of this is on the way from one product to the next: it must be short.
+template <bool kHalf, bool kNorm, uint32_t kRounds, bool kEven>
 struct RowLoader {
-  static constexpr uint32_t kShares = kConsumers / kLoaders, kRounds = kNorm ? 2 : 4, kOctets = kShares * kRounds;
+  static constexpr uint32_t kShares = kConsumers / kLoaders, kOctets = kShares * kRounds;
   Loader& l;
   const MatrixFields& f;
   const RowStash& stash;
   const float *x, *gamma = nullptr;
   uint32_t first[kShares], count[kShares], total[kShares];  // first chunk, chunks, octets of a share
-  uint32_t most;                                            // octets
+  uint32_t inverse[kShares];  // of count, times 2^16, rounded up: exact for as many chunks as a share can have
   float squares[kShares] = {};
 
   MK_DEVICE RowLoader(Loader& loader, const MatrixFields& fields, const RowStash& to, bool sampled)
@@ -103,13 +104,19 @@ struct RowLoader {
     if constexpr (kNorm) gamma = tasks::weights<float>(loader.w, fields.gamma);
 #pragma unroll
     for (uint32_t s = 0; s < kShares; ++s) {
-      const Share share(Loader::index() * kShares + s, f.k_unit);
-      first[s] = share.first, count[s] = share.count, total[s] = f.units * share.count * 4;
+      if constexpr (kEven) {
+        first[s] = (Loader::index() * kShares + s) * kMaxChunks, count[s] = kMaxChunks;
+      } else {
+        const Share share(Loader::index() * kShares + s, f.k_unit);
+        first[s] = share.first, count[s] = share.count;
+        inverse[s] = count[s] == 4 ? 16384 : count[s] == 3 ? 21846 : count[s] == 2 ? 32768 : 65536;
+      }
+      total[s] = f.units * count[s] * 4;
     }
-    most = total[0] > total[1] ? total[0] : total[1];
   }
 
   MK_DEVICE void run() {
+    const uint32_t most = kEven || total[0] > total[1] ? total[0] : total[1];
 #pragma unroll 1
     for (uint32_t base = 0; base < most; base += 32 * kRounds) fetch(base);
     if constexpr (kNorm) {
@@ -125,16 +132,21 @@ struct RowLoader {
  private:
   static_assert(kShares == 2);
 
-  // Octet i of a lane: share i % 2, 32 octets of it in each round.
+  // Where octet o of share s begins; k of one that is not there.
+  MK_DEVICE uint32_t column_of(uint32_t s, uint32_t o) const {
+    const uint32_t q = o / 4, unit = kEven ? q / kMaxChunks : q * inverse[s] >> 16, chunk = q - unit * count[s];
+    const uint32_t column = unit * (kEven ? kMaxChunks * kConsumers * 32 : f.k_unit) + (first[s] + chunk) * 32 + o % 4 * 8;
+    return o < total[s] && column < f.k ? column : f.k;
+  }
+
+  // Octet i of a lane: share i % 2, 32 octets of it in each round. One that is not there is zeros.
   MK_DEVICE void fetch(uint32_t base) {
     Worker& w = l.w;
     Octet octet[kOctets], scale[kNorm ? kOctets : 1];
     uint32_t column[kOctets];
 #pragma unroll
     for (uint32_t i = 0; i < kOctets; ++i) {
-      const uint32_t s = i % kShares, o = base + i / kShares * 32 + w.warp_lane(), q = o / 4;
-      const uint32_t unit = count[s] == kMaxChunks ? q / kMaxChunks : q / count[s], chunk = q - unit * count[s];
-      column[i] = o < total[s] ? unit * f.k_unit + (first[s] + chunk) * 32 + o % 4 * 8 : f.k;
+      column[i] = column_of(i % kShares, base + i / kShares * 32 + w.warp_lane());
       octet[i].zero();
       if constexpr (kNorm) {
         scale[i].zero();
@@ -162,12 +174,11 @@ struct RowLoader {
     }, abi::FaultKind::kValueBudget, base);
 #pragma unroll
     for (uint32_t i = 0; i < kOctets; ++i) {
-      const uint32_t s = i % kShares, begin = base + i / kShares * 32, o = begin + w.warp_lane();
-      if (begin >= total[s]) continue;
+      const uint32_t s = i % kShares, o = base + i / kShares * 32 + w.warp_lane();
       float v[8];
       octet[i].values(v);
       if constexpr (kNorm) {
-        add_squares(squares[s], sum_of_squares(v), total[s] - begin);
+        add_squares(squares[s], sum_of_squares(v));
         multiply_gamma(v, scale[i]);
       }
       const Quad out = packed<kHalf>(v);
@@ -175,24 +186,23 @@ struct RowLoader {
     }
   }
 
-  // In the order of the chunks, as `ManyRows` adds them; lane % 4 is the octet of a chunk.
-  MK_DEVICE void add_squares(float& sum, float own, uint32_t left) {
+  // In the order of the chunks, as `ManyRows` adds them; lane % 4 is the octet of a chunk. Behind the last come zeros.
+  MK_DEVICE void add_squares(float& sum, float own) {
 #pragma unroll
     for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const float s = __shfl_sync(0xffffffffu, own, chunk * 4 + l.w.warp_lane() % 4);
-      if (chunk * 4 < left) sum += s;
+      sum += __shfl_sync(0xffffffffu, own, chunk * 4 + l.w.warp_lane() % 4);
     }
   }
 };
 
-template <bool kHalf, bool kNorm>
+template <bool kHalf, bool kNorm, uint32_t kRounds, bool kEven>
 __device__ __noinline__ void load_row(bool sampled) {
   Loader l;
   l.load();
   const MatrixFields& f = matrix_fields(l.w);
   const RowStash stash(f);
   if (stash.fits(f, matrix_rows(l.w, sampled), l.w.header->rows)) {
-    RowLoader<kHalf, kNorm>(l, f, stash, sampled).run();
+    RowLoader<kHalf, kNorm, kRounds, kEven>(l, f, stash, sampled).run();
     l.end();
   }
   l.save();
@@ -217,14 +227,17 @@ struct OneRow {
   }
   MK_DEVICE void end(Consumer& c) { c.free_input(); }
 
-  MK_DEVICE void fragments(
-      Worker& w, const MatrixFields&, const Share& share, MatrixFlags, uint32_t unit, Fragments<false>& a) {
+  MK_DEVICE void fragments(const Share& share, uint32_t unit, Fragments<false>& a) const {
     const uint8_t* at = stash + unit * share.count * 64;
 #pragma unroll
     for (uint32_t i = 0; i < kMaxChunks; ++i) {
       a.low[i] = Quad{0, 0, 0, 0};
       if (i < share.count) a.low[i] = *reinterpret_cast<const Quad*>(at + i * 64);
     }
+  }
+  MK_DEVICE void fragments(
+      Worker&, const MatrixFields&, const Share& share, MatrixFlags, uint32_t unit, Fragments<false>& a) const {
+    fragments(share, unit, a);
   }
 
   MK_DEVICE void put_squares(const Worker& w, float* out, uint32_t) const {

@@ -179,9 +179,28 @@ struct ChunkPlaces {
   }
 };
 
+MK_DEVICE void clear_chains(Chains (&d)[kBlockTiles]) {
+#pragma unroll
+  for (uint32_t t = 0; t < kBlockTiles; ++t) {
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) d[t][0][i] = d[t][1][i] = 0.0f;
+  }
+}
+
+using Weights = Quad[kMaxChunks];  // of a warp in a stage
+
+// Two tiles at a time, because a warp would wait for each product before it starts the next one of the same chain.
+template <bool kHalf, bool kHigh>
+MK_DEVICE void multiply_two(Chains& d, Chains& e, const Fragments<kHigh>& x, const Weights& b, const Weights& c) {
+#pragma unroll
+  for (uint32_t i = 0; i < kMaxChunks; ++i) {
+    multiply_chunk<kHalf>(d, x, i, b[i]);
+    multiply_chunk<kHalf>(e, x, i, c[i]);
+  }
+}
+
 // Tiles kFirst and kFirst + 1 of a block, or the first alone; their stages are free again as soon as they are in registers.
-// What is read and multiplied for a tile that is not there goes nowhere. Two at a time, because a warp would wait for each
-// product before it starts the next one of the same chain.
+// What is read and multiplied for a tile that is not there goes nowhere.
 template <bool kHalf, uint32_t kFirst, bool kHigh>
 MK_DEVICE void take_pair(Consumer& c, Chains (&d)[kBlockTiles], const Fragments<kHigh>& x, const ChunkPlaces& places, bool two) {
   Quad b[2][kMaxChunks];
@@ -200,11 +219,51 @@ MK_DEVICE void take_pair(Consumer& c, Chains (&d)[kBlockTiles], const Fragments<
     barrier_arrive(&block().empty[first.slot]);
     if (two) barrier_arrive(&block().empty[second]);
   }
-#pragma unroll
-  for (uint32_t i = 0; i < kMaxChunks; ++i) {
-    multiply_chunk<kHalf>(d[kFirst], x, i, b[0][i]);
-    multiply_chunk<kHalf>(d[kFirst + 1], x, i, b[1][i]);
+  multiply_two<kHalf>(d[kFirst], d[kFirst + 1], x, b[0], b[1]);
+}
+
+// The first stages of a record with one row, in registers before its input comes: then little is left to do, and the
+// producer has their room for what follows. Of three tiles or four they are the first unit, of two the first two.
+struct Held {
+  Weights b0, b1, b2, b3;
+
+  MK_DEVICE static uint32_t units(uint32_t tiles, uint32_t unit_count) { return tiles == 2 && unit_count > 1 ? 2 : 1; }
+  MK_DEVICE void take(Consumer& c, const ChunkPlaces& places, uint32_t stages) {
+    take(c, places, b0, true);
+    take(c, places, b1, true);
+    take(c, places, b2, stages > 2);
   }
+  template <bool kHalf, class Input>
+  MK_DEVICE void multiply(Consumer& c, const ChunkPlaces& places, const Input& input, const Share& share, uint32_t tiles,
+                          uint32_t units, Chains (&d)[kBlockTiles]) {
+    Fragments<false> x;
+    input.fragments(share, 0, x);
+    clear_chains(d);
+    multiply_two<kHalf>(d[0], d[1], x, b0, b1);
+    take(c, places, b3, tiles * units > 3);
+    if (tiles == 2) {
+      if (units > 1) {
+        input.fragments(share, 1, x);
+        multiply_two<kHalf>(d[0], d[1], x, b2, b3);
+      }
+    } else {
+      multiply_two<kHalf>(d[2], d[3], x, b2, b3);
+    }
+  }
+
+ private:
+  // What is read of a stage that is not there is not used.
+  MK_DEVICE static void take(Consumer& c, const ChunkPlaces& places, Weights& b, bool there) {
+    if (there) c.await();
+    places.load(c.ring.slot, b);
+    if (there) c.give_back();
+  }
+};
+
+template <class Input>
+MK_DEVICE void begin_input(Consumer& c, Input& input, const MatrixFields& f, const Share& share, MatrixFlags flags) {
+  input.begin(c, f, share, flags);
+  trace::data(c.w, abi::Role::kConsumer);
 }
 
 // The loop over a unit of 4 tiles is all that a warp runs for most of a step: it must be short.
@@ -220,18 +279,27 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
   Input<kHalf> input(w, rows);
   HandOver out;
   out.begin(c);
-  if constexpr (!kHigh) {
-    if (!c.has_input()) c.look(tasks::least(units * tasks::least(record.tile_count, kBlockTiles), kLookStages));
+  Chains d[kBlockTiles];
+  const uint32_t tiles = tasks::least(record.tile_count, kBlockTiles);
+  uint32_t unit = 0;
+  if (kHigh || tiles == 1 || units == 1) {
+    if constexpr (!kHigh) {
+      if (!c.has_input()) c.look(tasks::least(units, kLookStages));
+    }
+    clear_chains(d);
+    begin_input(c, input, f, share, flags);
+  } else if constexpr (!kHigh) {
+    Held held;
+    unit = Held::units(tiles, units);
+    held.take(c, places, tiles * unit);
+    if (!c.has_input()) c.look(tasks::least((units - unit) * tiles, kLookStages));
+    begin_input(c, input, f, share, flags);
+    held.multiply<kHalf>(c, places, input, share, tiles, unit, d);
   }
-  input.begin(c, f, share, flags);
-  if constexpr (trace::kOn) c.await();
-  trace::data(w, abi::Role::kConsumer);
 #pragma unroll 1
   for (uint32_t left = record.tile_count;;) {
-    Chains d[kBlockTiles] = {};
-    input.restart();
 #pragma unroll 1
-    for (uint32_t unit = 0; unit < units; ++unit) {
+    for (; unit < units; ++unit) {
       Fragments<kHigh> x;
       input.fragments(w, f, share, flags, unit, x);
       take_pair<kHalf, 0>(c, d, x, places, left > 1);
@@ -243,6 +311,9 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
     if (last) break;
     out.begin(c);
     left -= kBlockTiles;
+    unit = 0;
+    input.restart();
+    clear_chains(d);
   }
 }
 
@@ -276,7 +347,11 @@ struct Core<tasks::Matmul<kConfig>> {
   MK_DEVICE static void produce() {
     if (!kConfig.sampled || block().header[block().state[threadIdx.x / 32].step & 1].sampled > 0) produce_rows();
   }
-  MK_DEVICE static void load() { load_row<kHalf, kConfig.norm>(kFlags.sampled()); }
+  // As many rounds at once as the input has, and registers allow: with a norm gamma takes some too.
+  static constexpr uint32_t kMostRounds = kConfig.norm ? 2 : 4;
+  static constexpr uint32_t kRounds = kConfig.rounds > 0 && kConfig.rounds < kMostRounds ? kConfig.rounds : kMostRounds;
+
+  MK_DEVICE static void load() { load_row<kHalf, kConfig.norm, kRounds, kConfig.even>(kFlags.sampled()); }
   MK_DEVICE static void consume() {
     const RoleState& state = own_state();
     const auto& f = *reinterpret_cast<const MatrixFields*>(state.record->payload);

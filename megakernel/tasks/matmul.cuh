@@ -16,6 +16,8 @@ struct MatmulConfig {
   bool bias = false;
   bool sampled = false;
   bool softcap = false;
+  int rounds = 0;
+  bool even = false;
 };
 
 template <Activation kActivation>

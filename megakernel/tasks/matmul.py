@@ -55,6 +55,8 @@ class MatmulConfig(Variant):
     bias: bool = False
     sampled: bool = False
     softcap: bool = False
+    rounds: int = 0  # in which one row of the input is brought, 2,048 columns each; 0: not known
+    even: bool = False  # units have 1,024 columns: all who share one have as many
 
 
 class Matmul(Task):
@@ -130,7 +132,8 @@ def node(
     name: str, *, n: int, k: int, input: str, output: str, weight: str, dtype: DType, tile_n: int,
     k_unit: int | None = None, units: int = 1, gamma: str | None = None, eps: float = 0.0, residual: str | None = None,
     bias: str | None = None, glu: Activation | str | None = None, sampled: bool = False, scale: float = 1.0,
-    softcap: float = 0.0, activation: Activation | str | None = None, layer: int = -1,
+    softcap: float = 0.0, activation: Activation | str | None = None, layer: int = -1, rounds: int = 0,
+    even: bool = False,
 ) -> TaskNode:  # fmt: skip
     """A matmul with `n` output columns and `k` input columns.
 
@@ -138,7 +141,7 @@ def node(
     columns (default: one unit, k rounded up to even); with `glu` it holds 2 n rows, gate and up interleaved by half
     tiles. `gamma` f32 [k] switches the norm on; `bias` f32 in packed row order, padded to whole tiles. Tensors are
     f32: `input` [rows, k], `output` and `residual` [rows, n]. `residual`, `glu` and `activation` (of the output)
-    exclude each other. Raises LoweringError.
+    exclude each other. `rounds`, `even`: see MatmulConfig. Raises LoweringError.
     """
     if glu is not None and (residual is not None or tile_n % 2):
         raise LoweringError(f"matmul {name}: glu takes no residual and an even tile_n, got {residual!r}, {tile_n}")
@@ -151,7 +154,9 @@ def node(
     wanted = glu if glu is not None else activation
     kind = Activation.SILU if wanted is None else _activation(name, wanted)
     tile_out = tile_n // 2 if glu is not None else tile_n
-    variant = MatmulConfig(dtype, tile_n, gamma is not None, epilogue, kind, bias is not None, sampled, softcap != 0.0)
+    variant = MatmulConfig(
+        dtype, tile_n, gamma is not None, epilogue, kind, bias is not None, sampled, softcap != 0.0, rounds, even
+    )  # fmt: skip
     optional = (("gamma", gamma), ("bias", bias))
     return TaskNode(
         name, Matmul, variant, -(-n // tile_out),
