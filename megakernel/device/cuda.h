@@ -111,7 +111,6 @@ struct alignas(128) Block {
   uint64_t sums_full[2], sums_empty[2];
   uint64_t input_full, input_empty;  // scratch below the sums: the loaders fill it, the consumers read it
   uint32_t asking;                   // the loaders wait for values of other workers
-  uint32_t item[12];                 // the first item of attention, see Item
   KnownPages known_pages;
   uint64_t group, rolled;
   float reduce_float[2][kConsumers];

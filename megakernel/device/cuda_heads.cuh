@@ -17,12 +17,6 @@ struct LoadedHeads {
   }
 };
 
-// The loaders find the first item of a record while the consumers are still at another.
-MK_DEVICE void hand_over_item(const Item& item) {
-  static_assert(sizeof(Item) <= sizeof block().item);
-  if (Loader::index() == 0) *reinterpret_cast<Item*>(block().item) = item;
-}
-
 template <tasks::AttentionConfig kConfig>
 struct HeadLoader : PageShape<kConfig> {
   using Shape = PageShape<kConfig>;
@@ -105,10 +99,7 @@ struct HeadLoader : PageShape<kConfig> {
 #pragma unroll 1
     for (uint32_t n = 0; n == 0 || n < heads; n += kAtOnce) {
       const Head h = find(base, n + own);
-      if (!begun) {
-        l.begin();
-        hand_over_item(item);
-      }
+      if (!begun) l.begin();
       begun = true;
       Eight x = wait(h);
       norm(h, x);

@@ -56,11 +56,9 @@ struct PageShape {
 struct Item {
   uint32_t tile, end, share;  // share: of the tile among those of its head
   uint32_t head, group_row, group_rows, piece, piece_end, count, page, last_page;  // count: items so far, modulo splits
-
-  MK_DEVICE bool none() const { return tile == end; }
 };
 
-// The items of a record in order. The first `next` goes to the first; or one goes on from an item that another found.
+// The items of a record in order. The first `next` goes to the first.
 template <tasks::AttentionConfig kConfig>
 struct PageItems : Item {
   static constexpr uint32_t kPage = PageShape<kConfig>::kPage, kPiece = PageShape<kConfig>::kPiece;
@@ -73,9 +71,6 @@ struct PageItems : Item {
     tile = record.tile_begin, end = record.tile_begin + record.tile_count;
     begin_tile();
   }
-  MK_DEVICE PageItems(const abi::StepHeader& header, const abi::AttentionFields& fields, const Item& at)
-      : Item(at), h(header), f(fields) {}
-
   MK_DEVICE bool next() {
     while (tile < end) {
       piece += f.splits;

@@ -109,7 +109,6 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     }
     if (!any) {
       l.begin();
-      hand_over_item(item);
       l.end();
     }
     l.save();
@@ -122,27 +121,26 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    c.take_input();
-    Items item(*w.header, f, *reinterpret_cast<const Item*>(block().item));
+    Items item(*w.header, record, f);
     LoadedHeads loaded;
     uint32_t merges = 0;  // of what the loaders have lent
-    bool fresh = true;    // the loaders have lent what the next block wants
+    bool taken = false;   // they have lent something
 #pragma unroll 1
-    for (bool more = !item.none(); more; more = item.next()) {
+    while (item.next()) {
       const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
       const uint32_t my_page = run_start / kPage;
       const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
       const bool known = loaded.known(item, rows);
       const Ring first = c.ring;
-      const Stage stage = take_pages(c, item, mine ? my_page : ~0u);
+      const Stage stage = take_pages(c, item, mine ? my_page : ~0u);  // all that can be done before the input is there
 #pragma unroll 1
       for (uint32_t base = 0; base < rows; base += kBlockRows) {
-        if (!known && !fresh) {
-          c.free_input();
+        if (!known) {
+          if (taken) c.free_input();
           c.take_input();
+          taken = true;
           merges = 0;
         }
-        fresh = false;
         trace::ready(w, abi::Role::kConsumer);
         trace::data(w, abi::Role::kConsumer);
         if (mine) put_fresh(w, item, base, stage, run_start);
@@ -150,6 +148,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
         ++merges;
       }
     }
+    if (!taken) c.take_input();
     c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
