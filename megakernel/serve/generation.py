@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from megakernel.checkpoint import Tokenizer
 from megakernel.engine import Engine
-from megakernel.errors import ApiError
 from megakernel.request import Processor, Request, Token
 from megakernel.sampling import SamplingParams
 from megakernel.text import StoppingText
@@ -60,8 +60,20 @@ class _Choice:
         self.finish_reason: str | None = None
 
 
+class Sink(Protocol):
+    """Takes updates at once, on the loop, without waking a task."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes one now."""
+
+    def take(self, update: Update) -> None: ...
+
+
 class Generation:
-    """The choices of one HTTP request. Lives on the loop; `updates` is read once, by one task."""
+    """The choices of one HTTP request. Lives on the loop; `updates` is read once, by one task.
+
+    While that task waits, updates other than a choice's last go to `sink` instead, if there is one and it is open."""
 
     def __init__(self, bell: Bell, on_end: Callable[[Generation], None] | None = None) -> None:
         self._bell = bell
@@ -69,7 +81,10 @@ class Generation:
         self._wakeup = asyncio.Event()
         self._on_end = on_end
         self._ended = False
-        self._stop: ApiError | None = None  # why it was ended before its time
+        self._stop: Exception | None = None  # why it was ended before its time
+        self.sink: Sink | None = None
+        self._parked = False  # the reader has taken everything and waits
+        self._last: deque[Update] = deque()  # read here already, for the reader
         self.choices: list[_Choice] = []
         self.started = time.perf_counter()
         self.first_token = 0.0
@@ -95,10 +110,24 @@ class Generation:
             raise
 
     def _wake(self, choice: int) -> None:
-        self._news.append(choice)
-        self._wakeup.set()
+        sink = self.sink
+        if sink is None or not self._parked or self._wakeup.is_set() or not sink.open:
+            self._news.append(choice)
+            self._wakeup.set()
+            return
+        try:
+            update = self._read(choice)
+            if update is None:
+                return
+            if update.finish_reason is None:
+                sink.take(update)
+                return
+            self._last.append(update)
+            self._wakeup.set()
+        except Exception as e:  # the reader's to raise
+            self.abort(e)
 
-    def abort(self, reason: ApiError) -> None:
+    def abort(self, reason: Exception) -> None:
         """End it early: `updates` raises `reason`. The engine's slots are free within a step."""
         if self._stop is None and not self._ended:
             self._stop = reason
@@ -107,6 +136,7 @@ class Generation:
 
     def cancel(self) -> None:
         """End every request that still runs, and the generation with them."""
+        self.sink = None
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.request.cancel()
@@ -122,16 +152,19 @@ class Generation:
         left = len(self.choices)
         try:
             while left:
+                self._parked = True
                 await self._wakeup.wait()
                 self._wakeup.clear()
+                self._parked = False
                 if self._stop is not None:
                     raise self._stop
-                out = []
+                out = list(self._last)
+                self._last.clear()
                 for choice in dict.fromkeys(self._drain()):
                     update = self._read(choice)
                     if update is not None:
                         out.append(update)
-                        left -= update.finish_reason is not None
+                left -= sum(update.finish_reason is not None for update in out)
                 if out:
                     yield out
         finally:

@@ -189,14 +189,6 @@ async def measure(
     )  # fmt: skip
 
 
-async def token_times(url: str, body: dict[str, Any]) -> list[float]:
-    """Seconds of perf_counter at which each token of one completion was read. Raises SystemExit when it failed."""
-    made = await stream(url, "/v1/completions", body)
-    if made.error:
-        raise SystemExit(made.error)
-    return [at for at, count in zip(made.times, made.tokens) for _ in range(count)]
-
-
 @contextmanager
 def served(model: str, options: Sequence[str]) -> Iterator[str]:
     """The address of a server of `model` in a process of its own, ready. Raises SystemExit when it ends before."""
@@ -247,11 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # a body from standard input
     chosen = parser.parse_args(given[:cut])
-    if chosen.one:
-        sys.stdout.write(json.dumps(asyncio.run(token_times(chosen.url, json.loads(sys.stdin.read())))))
-        return 0
     with served(chosen.serve, given[cut + 1 :]) if chosen.serve else nullcontext(chosen.url) as url:
         return _levels(chosen, url)
 
