@@ -73,6 +73,32 @@ class Told:
     left: Callable[[], None]
 
 
+class _Events:
+    """A generation's Sink: updates as server-sent events on a wire."""
+
+    def __init__(self, wire: Wire, events: Callable[[Update], bytes]) -> None:
+        self._wire = wire
+        self._events = events
+        self.prepare, self.settle = wire.prepare, wire.settle
+
+    @property
+    def open(self) -> bool:
+        return self._wire.open
+
+    @property
+    def empty(self) -> bool:
+        return self._wire.empty
+
+    def take(self, update: Update) -> None:
+        body = self._events(update)
+        if body:
+            self._wire.write(body)
+
+    def send(self, update: Update) -> bool:
+        body = self._events(update)
+        return not body or self._wire.send(body)
+
+
 class Answer(Response):
     """Sends a generation. A client that leaves, and the deadline, end its requests within a step."""
 
@@ -107,6 +133,8 @@ class Answer(Response):
             stuck.cancel()
             watch.cancel()
             self._generation.cancel()
+            if self._wire is not None:
+                self._wire.close()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -139,7 +167,7 @@ class Answer(Response):
                 await self._begin(send)
                 await self._put(send, body)
                 if self._wire is not None:
-                    self._generation.sink = self
+                    self._generation.sink = self._generation.sink or _Events(self._wire, self._events)
         await self._begin(send)
         last = self._told.form.usage_chunk(self._used()) if self._told.include_usage else b""
         await send({"type": "http.response.body", "body": last + DONE})
@@ -156,16 +184,6 @@ class Answer(Response):
             self._wire.write(body)
         else:
             await send({"type": "http.response.body", "body": body, "more_body": True})
-
-    # ------------------------------------------------------------------------------------------ as a Sink
-    @property
-    def open(self) -> bool:
-        return self._wire is not None and self._wire.open
-
-    def take(self, update: Update) -> None:
-        body = self._events(update)
-        if body and self._wire is not None:
-            self._wire.write(body)
 
     # ------------------------------------------------------------------------------------------ text
     def _events(self, update: Update) -> bytes:

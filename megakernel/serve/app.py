@@ -236,10 +236,16 @@ class Endpoints:
         grammar = tools.grammar() if tools else None
         if grammar is not None:
             form, field = ResponseFormat(type="grammar", grammar=grammar), "tools"
-        if form is None or form.type == "text":
+        strict = tools is not None and tools.strict
+        if not strict and (form is None or form.type == "text"):
             return [None] * count
         if self._grammars is None or self._grammars.model is not model:
             self._grammars = Grammars(model)
+        if tools is not None and strict:
+            return await asyncio.to_thread(
+                self._grammars.callers, tools.own_grammar(), count, tools.new_parser, tools.marks
+            )
+        assert form is not None
         return await asyncio.to_thread(self._grammars.processors, form, count, field)
 
     def _count(self, generation: Generation) -> None:

@@ -92,17 +92,22 @@ class Stamped:
     @contextmanager
     def writes(self) -> Iterator[None]:
         """Note what is written on every wire, too."""
-        before, stamped = Wire.write, self
+        write, send, stamped = Wire.write, Wire.send, self
 
-        def write(self: Wire, body: bytes) -> None:
-            before(self, body)
+        def written(self: Wire, body: bytes) -> None:
+            write(self, body)
             stamped.written.append((time.perf_counter(), body))
 
-        Wire.write = write  # type: ignore[method-assign]
+        def sent(self: Wire, body: bytes) -> bool:
+            done = send(self, body)
+            stamped.written.append((time.perf_counter(), body))
+            return done
+
+        Wire.write, Wire.send = written, sent  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Wire.write = before  # type: ignore[method-assign]
+            Wire.write, Wire.send = write, send  # type: ignore[method-assign]
 
 
 def measure(llm: LLM, prompt_tokens: int, tokens: int, rounds: int) -> Added:

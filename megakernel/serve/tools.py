@@ -14,6 +14,7 @@ from megakernel.serve.schema import ChatRequest, NamedTool, Tool
 HIDDEN = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<tool_call>", CLOSING)
 """Tokens that some checkpoints call special, though a parser has to read them."""
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write JSON
+FREE_SPACING = {"whitespace_pattern": "[ \\t\\r\\n]{0,16}"}  # where a model began by itself; never endless
 
 
 def form_of(template: str, wanted: str = "auto") -> str | None:
@@ -72,9 +73,16 @@ class Tools:
         ids = (self._tokenizer.raw.token_to_id(text) for text in HIDDEN)
         return frozenset(i for i in ids if i is not None)
 
+    @property
+    def strict(self) -> bool:
+        """Whether calls that the model makes by itself are kept to a grammar."""
+        return self.form is not None and not self.forced and any(tool.function.strict for tool in self.offered)
+
     def parser(self) -> CallParser | None:
-        if self.form is None:
-            return None
+        return None if self.form is None else self.new_parser()
+
+    def new_parser(self) -> CallParser:
+        assert self.form is not None
         return CallParser(self.form, {tool.function.name for tool in self.offered}, self._one_only)
 
     def grammar(self) -> str | None:
@@ -82,27 +90,53 @@ class Tools:
         if not self.forced:
             return None
         assert self.form is not None
-        template = self._tokenizer.chat.source(tools=True) if self._tokenizer.chat else ""
-        calls = [self._call(i, tool, "[ARGS]" in template) for i, tool in enumerate(self.forced)]
+        calls = [self._call(i, tool) for i, tool in enumerate(self.forced)]
         before, after = {
             "hermes": (f'{self._mark("<tool_call>")} "\\n"', f'"\\n" {self._mark(CLOSING)}'),
             "llama3": ("", ""),
-            "mistral": (self._mark("[TOOL_CALLS]"), "") if "[ARGS]" in template
+            "mistral": (self._mark("[TOOL_CALLS]"), "") if self._named_first
             else (f'{self._mark("[TOOL_CALLS]")} " ["', '"]"'),
         }[self.form]  # fmt: skip
         rules = [f"start: {before} call {after}", "call: " + " | ".join(f"call{i}" for i in range(len(calls)))]
         return "\n".join([*rules, *calls]) + "\n"
 
-    def _call(self, i: int, tool: Tool, named_first: bool) -> str:
+    def own_grammar(self) -> str:
+        """Lark of what follows where a model begins a call by itself (see CallParser.open), and of anything behind it.
+
+        Arguments of a strict function fit its schema, those of another are an object."""
+        calls = " | ".join(f"call{i}" for i in range(len(self.offered)))
+        before = '(ws "[")? ' if self.form == "mistral" and not self._named_first else ""
+        rules = [f"start: {before}ws call REST", f"call: {calls}", "ws: BLANKS?", r"BLANKS: /[ \t\r\n]{1,16}/"]
+        for i, tool in enumerate(self.offered):
+            schema = _schema(tool) if tool.function.strict else {"type": "object"}
+            if self._named_first:
+                rules.append(f"call{i}: {json.dumps(tool.function.name)} {self._mark('[ARGS]')} arguments{i}")
+            else:
+                texts = [json.dumps(text, ensure_ascii=False) for text in ("name", tool.function.name, self._key)]
+                name, function, key = (json.dumps(text) for text in texts)
+                parts = ['"{"', name, '":"', function, '","', key, '":"', f"arguments{i}", '"}"']
+                rules.append(f"call{i}: {' ws '.join(parts)}")
+            rules.append(f"arguments{i}: %json {json.dumps({**schema, 'x-guidance': FREE_SPACING})}")
+        return "\n".join([*rules, r"REST: /(.|\n)*/"]) + "\n"
+
+    @property
+    def _named_first(self) -> bool:
+        """Of mistral: the later of its two forms."""
+        template = self._tokenizer.chat.source(tools=True) if self._tokenizer.chat else ""
+        return self.form == "mistral" and "[ARGS]" in template
+
+    @property
+    def _key(self) -> str:
+        return "parameters" if self.form == "llama3" else "arguments"
+
+    def _call(self, i: int, tool: Tool) -> str:
         """The rules of one function's call. Its schema is the root of a JSON grammar, so that its $defs are found."""
         name = tool.function.name
-        schema: dict[str, Any] = tool.function.parameters or {"type": "object", "additionalProperties": False}
-        schema = {**schema, "x-guidance": SPACING}
-        if self.form == "mistral" and named_first:
+        schema = {**_schema(tool), "x-guidance": SPACING}
+        if self._named_first:
             parts = [json.dumps(name), self._mark("[ARGS]"), f"arguments{i}"]
         else:
-            key = "parameters" if self.form == "llama3" else "arguments"
-            head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+            head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self._key}": '
             parts = [json.dumps(head), f"arguments{i}", '"}"']
         return f"call{i}: {' '.join(parts)}\narguments{i}: %json {json.dumps(schema)}"
 
@@ -110,6 +144,10 @@ class Tools:
         """A mark in a grammar: one special token by its id, or text."""
         number = self._tokenizer.raw.token_to_id(text)
         return f"<[{number}]>" if number in self._tokenizer.special_ids else json.dumps(text)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object", "additionalProperties": False}
 
 
 def described(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:

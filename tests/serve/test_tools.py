@@ -239,3 +239,78 @@ def test_what_cannot_be_kept_is_refused(caller: tuple[str, Running]) -> None:
     ):  # fmt: skip
         refused = server.post("/v1/chat/completions", messages=HELLO, **more)
         assert refused.status_code == 400 and says in refused.json()["error"]["message"], refused.text
+
+
+def begins(server: Running, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every answer begins with this text; what follows is the model's, as far as its processor lets it."""
+    tokenizer = server.host.model.tokenizer  # type: ignore[union-attr]
+    vocab = server.host.model.program.manifest.vocab  # type: ignore[union-attr]
+    ids = tokenizer.encode(text, add_special=False)
+    before = serve_app.Endpoints._processors
+
+    def led(own: Processor | None) -> Processor:
+        def processor(tokens: Any) -> Any:
+            row = np.zeros(vocab, np.float32) if own is None else own(tokens)
+            if len(tokens) < len(ids):
+                assert row is not None and row[ids[len(tokens)]] == 0.0, "the grammar does not take what is said"
+                row = np.full(vocab, -np.inf, np.float32)
+                row[ids[len(tokens)]] = 0.0
+            return row
+
+        return processor
+
+    async def processors(*asked: Any) -> list[Processor]:
+        return [led(made) for made in await before(*asked)]
+
+    monkeypatch.setattr(serve_app.Endpoints, "_processors", processors)
+
+
+BEGINNINGS = {
+    "hermes": ("It rains. <tool_call>", '<tool_call>\n{"name": "weather", "arguments":{'),
+    "plain": ("It rains. <tool_call>", '<tool_call>\n\n{ "name" : "weather",\n "arguments":{"ci'),
+    "llama3": ('{"name": "', '{"name":"weather", "parameters": {"city":'),
+    "mistral": ("[TOOL_CALLS] [{", '[TOOL_CALLS][{"name":"now","arguments":{}}, {"name": "w'),
+    "named": ("[TOOL_CALLS]", "[TOOL_CALLS]weather[ARGS]"),
+}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_strict_call_that_a_model_makes_by_itself(
+    caller: tuple[str, Running], which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, server = caller
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+    begins(server, BEGINNINGS[form][which], monkeypatch)
+    blanks = server.post("/tokenize", prompt=" \t\r\n").json()["tokens"]
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 110, "temperature": 1.0, "ignore_eos": True,
+                            "logit_bias": {str(i): -100 for i in blanks}}  # fmt: skip
+    seen = 0
+    for seed in range(2):
+        message = server.post("/v1/chat/completions", **body, tools=strict, seed=seed).json()["choices"][0]["message"]
+        assert message.get("tool_calls"), message
+        for call in message["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            if call["function"]["name"] == "weather":
+                seen += 1
+                assert arguments["city"] in ("Rome", "Oslo") and arguments["days"] in (1, 2) and len(arguments) == 2
+            else:
+                assert arguments == {}
+    assert seen or which == 0
+    free = server.post("/v1/chat/completions", **body, tools=TOOLS, seed=0).json()["choices"][0]["message"]
+    assert not free.get("tool_calls") or '"days"' not in free["tool_calls"][-1]["function"]["arguments"]
+
+
+def test_strict_leaves_text_alone(caller: tuple[str, Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, server = caller
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "tools": strict}
+    kept = server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}, "strict": True}}]
+    refused = server.post("/v1/chat/completions", **{**body, "tools": wrong})
+    assert refused.status_code == 400 and "tools: " in refused.json()["error"]["message"]
+
+    async def none(*asked: Any) -> list[None]:
+        return [None] * asked[3]
+
+    monkeypatch.setattr(serve_app.Endpoints, "_processors", none)
+    assert server.post("/v1/chat/completions", **body).json()["choices"][0]["message"] == kept and kept["content"]
