@@ -210,13 +210,14 @@ class CudaExecutable(Executable):
             return True
         began = time.monotonic()
         coarse = max(0.0, self._pace * 0.85 - (began - self._last))
-        done = self._sleep(ready, timeout_s, coarse)
+        if not self._sleep(ready, timeout_s, coarse):
+            return False
         now = time.monotonic()
         # Never longer than the last gap and slow to grow: after a pause the next tokens come at their old pace at once.
         late = coarse > 0.0 and now - began < coarse + 2e-5  # it was there when the long sleep ended
         self._pace = min((now - self._last) * (0.5 if late else 1.0), 1.25 * self._pace + 5e-5)
         self._last = now
-        return done
+        return True
 
     def running(self) -> bool:
         if self._module is None:
