@@ -162,7 +162,7 @@ async def measure(
     seed: int,
 ) -> Report:
     """`requests` requests, `streams` of them at any time."""
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed} {streams}")  # prompts of another level would be found among kept prefixes
     left = list(range(requests))
     done: list[Timeline] = []
 
