@@ -5,7 +5,7 @@
 One process has the model, its engine and its server; the client is a process of its own. In alternation: the engine
 alone, then the same request over HTTP. All clocks are the system's monotonic one. Both times of a token begin at the
 moment at which the engine hands it to its reader:
-    written  until the server has given its bytes to the connection: text, JSON, the way from thread to thread
+    written  until the server gives its bytes to the connection: text, JSON, the way from thread to thread
     arrived  until a client has received them (see arrivals.py; it parses nothing): the above and the system's sockets
 With 8 processors or more the client asks its socket without a pause; with fewer it sleeps, and the time to wake it is
 in `arrived`. A model without a tokenizer gets one of made-up words, so that text is made of its tokens too.
@@ -91,17 +91,16 @@ class Stamped:
 
     @contextmanager
     def writes(self) -> Iterator[None]:
-        """Note what is written on every wire, too."""
+        """Note what is written on every wire, too, when it is about to be."""
         write, send, stamped = Wire.write, Wire.send, self
 
         def written(self: Wire, body: bytes) -> None:
-            write(self, body)
             stamped.written.append((time.perf_counter(), body))
+            write(self, body)
 
         def sent(self: Wire, body: bytes) -> bool:
-            done = send(self, body)
             stamped.written.append((time.perf_counter(), body))
-            return done
+            return send(self, body)
 
         Wire.write, Wire.send = written, sent  # type: ignore[method-assign]
         try:
