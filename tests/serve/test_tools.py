@@ -229,10 +229,12 @@ def test_calls_that_a_model_makes_by_itself(caller: tuple[str, Running], monkeyp
 
 def test_what_cannot_be_kept_is_refused(caller: tuple[str, Running]) -> None:
     _, server = caller
+    wrong = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "no"}}}
     for more, says in (
         ({"tool_choice": "required"}, "tool_choice: expected only with tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no tool 'x'"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format: not supported beside tools"),
+        ({"tools": TOOLS, "response_format": {"type": "regex", "regex": "a"}}, "response_format: expected text, json"),
+        ({"tools": TOOLS, "response_format": wrong}, "response_format: "),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}],
           "tool_choice": "required"}, "tools: "),
@@ -316,3 +318,23 @@ def test_strict_leaves_text_alone(caller: tuple[str, Running], monkeypatch: pyte
 
     monkeypatch.setattr(serve_app.Endpoints, "_processors", none)
     assert server.post("/v1/chat/completions", **body).json()["choices"][0]["message"] == kept and kept["content"]
+
+
+def test_an_answer_of_a_schema_or_a_call(caller: tuple[str, Running]) -> None:
+    form, server = caller
+    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"],
+              "additionalProperties": False}  # fmt: skip
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    body: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "max_tokens": 120, "response_format": wanted, "seed": 5}
+    text = {"hermes": "<tool_call>", "plain": "<", "llama3": "n"}.get(form, "[TOOL_CALLS]")  # only a call has it
+    (token,) = server.post("/tokenize", prompt=text).json()["tokens"]
+    for bias in (100, -100):
+        answer = server.post("/v1/chat/completions", **body, logit_bias={str(token): bias}).json()["choices"][0]
+        message = answer["message"]
+        if bias < 0:
+            assert json.loads(message["content"])["rain"] in (True, False) and answer["finish_reason"] == "stop"
+            continue
+        (call,) = message["tool_calls"]
+        assert message["content"] is None and answer["finish_reason"] == "tool_calls"
+        want = {"city", "days"} if call["function"]["name"] == "weather" else set()
+        assert json.loads(call["function"]["arguments"]).keys() == want
