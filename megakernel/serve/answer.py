@@ -99,6 +99,22 @@ class _Events:
         return not body or self._wire.send(body)
 
 
+class _Nothing:
+    """A generation's Sink for an answer that is sent whole: nobody is woken before the end."""
+
+    open = empty = True
+
+    def prepare(self) -> bool:
+        return True
+
+    def take(self, update: Update) -> None: ...
+
+    def send(self, update: Update) -> bool:
+        return True
+
+    def settle(self) -> None: ...
+
+
 class Answer(Response):
     """Sends a generation. A client that leaves, and the deadline, end its requests within a step."""
 
@@ -151,6 +167,7 @@ class Answer(Response):
 
     # ------------------------------------------------------------------------------------------ the two kinds
     async def _whole(self, send: Send) -> None:
+        self._generation.sink = _Nothing()
         async for _ in self._generation.updates():
             pass
         choices = [

@@ -77,8 +77,8 @@ class Sink(Protocol):
     def empty(self) -> bool:
         """Whether `send` may be called."""
 
-    def prepare(self) -> None:
-        """On the loop, before the first `send`."""
+    def prepare(self) -> bool:
+        """On the loop, before the first `send`. False when it cannot be."""
 
     def take(self, update: Update) -> None:
         """On the loop."""
@@ -199,8 +199,7 @@ class Generation:
         if not self.sink.empty:
             await asyncio.sleep(0)  # the transport may write at the end of a turn of the loop
         if self.sink is not None and self.sink.empty and not self._news and self._stop is None:
-            self.sink.prepare()
-            self._direct = True
+            self._direct = self.sink.prepare()
 
     def abort(self, reason: Exception) -> None:
         """End it early: `updates` raises `reason`. The engine's slots are free within a step."""

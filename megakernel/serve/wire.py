@@ -46,12 +46,13 @@ class Wire:
         """One chunk, not empty."""
         self._transport.write(_chunk(body))
 
-    def prepare(self) -> None:
-        """Before the first `send`."""
+    def prepare(self) -> bool:
+        """Before the first `send`. False when there is no descriptor to be had."""
         if self._socket is None and not self._closed:
-            number = self._transport.get_extra_info("socket").fileno()
-            self._socket = socket.socket(fileno=os.dup(number))
-            self._socket.setblocking(False)
+            with suppress(OSError):
+                self._socket = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
+                self._socket.setblocking(False)
+        return self._socket is not None
 
     def send(self, body: bytes) -> bool:
         """One chunk, not empty, from any thread. Never blocks. False when a part is left, for `settle`."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megakernel.llm import LLM
-from megakernel.serve.generation import DIRECT
+from megakernel.serve.generation import DIRECT, Bell
 from megakernel.serve.wire import Wire
 from tests.serve.server import Running, serving
 from tests.serve.test_life import dechunked, send
@@ -101,10 +101,11 @@ class Reluctant:
 def test_a_connection_that_takes_parts(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Wire.prepare
 
-    def prepare(self: Wire) -> None:
-        before(self)
+    def prepare(self: Wire) -> bool:
+        assert before(self)
         if not isinstance(self._socket, Reluctant):
             self._socket = Reluctant(self._socket)  # type: ignore[assignment]
+        return True
 
     want = streamed(tiny)[0]
     monkeypatch.setattr(Wire, "prepare", prepare)
@@ -117,10 +118,10 @@ def test_a_reader_that_is_slower_than_the_model(tiny: Running, monkeypatch: pyte
     """What the transport keeps is not overtaken by what is sent past it."""
     before = Wire.prepare
 
-    def prepare(self: Wire) -> None:
-        before(self)
-        if self._socket is not None:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    def prepare(self: Wire) -> bool:
+        assert before(self) and self._socket is not None
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        return True
 
     monkeypatch.setattr(Wire, "prepare", prepare)
     body = {**BODY, "max_tokens": 150, "logprobs": 20}
@@ -143,6 +144,30 @@ def test_nothing_is_sent_past_what_waits(
     monkeypatch.setattr(Wire, "empty", False)
     streamed(tiny)
     assert not any(name == "send" for name, _ in threads)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_without_a_descriptor(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: int) -> int:
+        raise OSError(24, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", none)
+        streamed(tiny, max_tokens=20)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_whole_answer_wakes_the_loop_at_its_end_only(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    rung: list[int] = []
+    before = Bell.ring
+
+    def ring(self: Bell, wake: Any) -> None:
+        rung.append(1)
+        before(self, wake)
+
+    monkeypatch.setattr(Bell, "ring", ring)
+    assert tiny.post("/v1/completions", **BODY).json()["usage"]["completion_tokens"] == BODY["max_tokens"]
+    assert 1 <= len(rung) < 10
 
 
 @pytest.mark.usefixtures("unhurried")
