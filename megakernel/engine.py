@@ -410,6 +410,15 @@ class Engine:
         if report.exit is ExitReason.IDLE and not posted and held:
             raise MegakernelError(f"the kernel says that it is idle, the engine that requests {held} run")
 
+    def _free_slot(self) -> int | None:
+        """Where the kernel computes prompts in slot order, behind every prompt that it has not computed yet: else a
+        sequence in a late slot could be overtaken for ever."""
+        first = 0
+        if not self.runtime.manifest.paced:
+            prompts = [i for i, o in enumerate(self._slots) if o and not o.made and not o.request.done]
+            first = max(prompts, default=-1) + 1
+        return next((i for i in range(first, len(self._slots)) if self._slots[i] is None), None)
+
     def _admit(self) -> None:
         """Move requests from the queue into free slots, first come first served."""
         while True:
@@ -417,7 +426,7 @@ class Engine:
                 while self._queue and self._queue[0].done:
                     self._queue.popleft()
                 waiting = self._queue[0] if self._queue and not self._jobs and not self._closing else None
-            slot = next((i for i, o in enumerate(self._slots) if o is None), None)
+            slot = self._free_slot()
             if waiting is None or slot is None or not self._pages.fits(waiting.limit, waiting.reusable):
                 return
             if not self._start(waiting, slot):

@@ -33,6 +33,9 @@ class StoppingText:
         return self._take(self._stream.flush(), final=True)
 
     def _take(self, fresh: str, final: bool) -> str:
+        if not self._stops:
+            self.text += fresh
+            return fresh
         self._held += fresh
         found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
         if found:

@@ -133,7 +133,9 @@ class TextStream:
 
     def push(self, number: int) -> str:
         """The text that token `number` completes; may be empty."""
-        return self.push_all([number])
+        if self._pieces is None:
+            return self.push_all([number])
+        return "" if number in self._skipped else self._stripped(self._utf8.decode(self._pieces.piece(number)))
 
     def push_all(self, numbers: Sequence[int]) -> str:
         """`push` of several ids at once."""

@@ -150,7 +150,7 @@ class CudaExecutable(Executable):
         self._reserve(target)
         self._stream = checked(self._d.cuStreamCreate(int(self._d.CUstream_flags.CU_STREAM_NON_BLOCKING)))
         self._ring: ctypes.c_uint64 | None = None
-        self._pace = 0.0  # seconds between events, as seen lately
+        self._pace = 0.0  # seconds between events, the shortest lately
         self._last = 0.0
         _precise_sleep()
 
@@ -208,12 +208,16 @@ class CudaExecutable(Executable):
 
         if ready():
             return True
-        since = time.monotonic() - self._last
-        done = self._sleep(ready, timeout_s, max(0.0, self._pace * 0.85 - since))
+        began = time.monotonic()
+        coarse = max(0.0, self._pace * 0.85 - (began - self._last))
+        if not self._sleep(ready, timeout_s, coarse):
+            return False
         now = time.monotonic()
-        self._pace = min(0.05, 0.8 * self._pace + 0.2 * (now - self._last)) if self._last else 0.0
+        # Never longer than the last gap and slow to grow: after a pause the next tokens come at their old pace at once.
+        late = coarse > 0.0 and now - began < coarse + 2e-5  # it was there when the long sleep ended
+        self._pace = min((now - self._last) * (0.5 if late else 1.0), 1.25 * self._pace + 5e-5)
         self._last = now
-        return done
+        return True
 
     def running(self) -> bool:
         if self._module is None:

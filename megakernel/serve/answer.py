@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from megakernel.errors import ApiError, CapacityError, DeviceFault, EngineClosed, InvalidRequest
 from megakernel.serve.generation import Generation, Update
 from megakernel.serve.replies import DONE, Form, dumps, event, usage
+from megakernel.serve.wire import CHUNKED, Wire, of_scope
 
 log = logging.getLogger("megakernel.serve")
 GRACE_S = 5.0  # past the deadline, for telling the client so
@@ -72,6 +73,48 @@ class Told:
     left: Callable[[], None]
 
 
+class _Events:
+    """A generation's Sink: updates as server-sent events on a wire."""
+
+    def __init__(self, wire: Wire, events: Callable[[Update], bytes]) -> None:
+        self._wire = wire
+        self._events = events
+        self.prepare, self.settle = wire.prepare, wire.settle
+
+    @property
+    def open(self) -> bool:
+        return self._wire.open
+
+    @property
+    def empty(self) -> bool:
+        return self._wire.empty
+
+    def take(self, update: Update) -> None:
+        body = self._events(update)
+        if body:
+            self._wire.write(body)
+
+    def send(self, update: Update) -> bool:
+        body = self._events(update)
+        return not body or self._wire.send(body)
+
+
+class _Nothing:
+    """A generation's Sink for an answer that is sent whole: nobody is woken before the end."""
+
+    open = empty = True
+
+    def prepare(self) -> bool:
+        return True
+
+    def take(self, update: Update) -> None: ...
+
+    def send(self, update: Update) -> bool:
+        return True
+
+    def settle(self) -> None: ...
+
+
 class Answer(Response):
     """Sends a generation. A client that leaves, and the deadline, end its requests within a step."""
 
@@ -80,10 +123,13 @@ class Answer(Response):
         self._generation = generation
         self._told = told
         self._began = False
+        self._wire: Wire | None = None
+        self._opened = set[int]()  # choices of which something was told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
+        self._wire = of_scope(scope)
         late = ApiError(
             504, f"the request took longer than {self._told.deadline_s:g} s", kind="timeout_error", code="deadline"
         )
@@ -103,6 +149,8 @@ class Answer(Response):
             stuck.cancel()
             watch.cancel()
             self._generation.cancel()
+            if self._wire is not None:
+                self._wire.close()
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -119,6 +167,7 @@ class Answer(Response):
 
     # ------------------------------------------------------------------------------------------ the two kinds
     async def _whole(self, send: Send) -> None:
+        self._generation.sink = _Nothing()
         async for _ in self._generation.updates():
             pass
         choices = [
@@ -129,36 +178,41 @@ class Answer(Response):
         await send_json(send, 200, self._told.form.whole(choices, self._used()))
 
     async def _stream(self, send: Send) -> None:
-        form, opened = self._told.form, set[int]()
         async for updates in self._generation.updates():
-            parts = []
-            for update in updates:
-                if update.choice not in opened:
-                    opened.add(update.choice)
-                    parts.append(form.opening(update.choice))
-                parts += self._chunks(form, update)
-            body = b"".join(parts)
+            body = b"".join([self._events(update) for update in updates])
             if body:
                 await self._begin(send)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await self._put(send, body)
+                if self._wire is not None:
+                    self._generation.sink = self._generation.sink or _Events(self._wire, self._events)
         await self._begin(send)
-        last = form.usage_chunk(self._used()) if self._told.include_usage else b""
+        last = self._told.form.usage_chunk(self._used()) if self._told.include_usage else b""
         await send({"type": "http.response.body", "body": last + DONE})
 
     async def _begin(self, send: Send) -> None:
         """Headers go with the first token: an error before it still has its own status."""
         if not self._began:
             self._began = True
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            headers = STREAM_HEADERS if self._wire is None else [*STREAM_HEADERS, CHUNKED]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    def _chunks(self, form: Form, update: Update) -> list[bytes]:
-        logprobs = self._generation.choices[update.choice].request.params.logprobs
-        wanted = logprobs is not None or form.with_ids
-        out = []
-        if update.delta or (wanted and update.tokens):
-            out.append(form.chunk(update.choice, update.delta, update.tokens, None))
+    async def _put(self, send: Send, body: bytes) -> None:
+        if self._wire is not None and self._wire.open:
+            self._wire.write(body)
+        else:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    # ------------------------------------------------------------------------------------------ text
+    def _events(self, update: Update) -> bytes:
+        """Server-sent events of an update; may be none."""
+        form, out = self._told.form, b""
+        if update.choice not in self._opened:
+            self._opened.add(update.choice)
+            out = form.opening(update.choice)
+        if update.delta or (update.tokens and form.every_token):
+            out += form.chunk(update.choice, update.delta, update.tokens, None)
         if update.finish_reason is not None:
-            out.append(form.chunk(update.choice, "", (), update.finish_reason))
+            out += form.chunk(update.choice, "", (), update.finish_reason)
         return out
 
     def _used(self) -> dict[str, int]:

@@ -232,15 +232,24 @@ class Endpoints:
     async def _processors(
         self, model: Model, body: ChatRequest | CompletionRequest, count: int, tools: Tools | None
     ) -> Sequence[Processor | None]:
-        form, field = body.response_format, "response_format"
+        form = body.response_format
+        if form is not None and form.type == "text":
+            form = None
         grammar = tools.grammar() if tools else None
-        if grammar is not None:
-            form, field = ResponseFormat(type="grammar", grammar=grammar), "tools"
-        if form is None or form.type == "text":
+        strict = tools is not None and tools.strict
+        if form is None and grammar is None and not strict:
             return [None] * count
         if self._grammars is None or self._grammars.model is not model:
             self._grammars = Grammars(model)
-        return await asyncio.to_thread(self._grammars.processors, form, count, field)
+        made = self._grammars
+        if tools is not None and strict:
+            return await asyncio.to_thread(made.callers, tools.own_grammar(), count, tools.new_parser, tools.marks)
+        if form is not None and (tools is None or not tools.forced):
+            processors = await asyncio.to_thread(made.processors, form, 0 if grammar else count)
+            if grammar is None:
+                return processors
+        asked = ResponseFormat(type="grammar", grammar=grammar)
+        return await asyncio.to_thread(made.processors, asked, count, "tools")
 
     def _count(self, generation: Generation) -> None:
         for choice in generation.choices:

@@ -21,6 +21,7 @@ CLOSING = "</tool_call>"
 BLANKS = " \t\r\n"
 LONGEST_NAME = 512
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+BEGUN = re.compile(r'\{\s*"name"\s*:\s*"')  # of a form without a mark
 NAMED = re.compile(r"([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")  # name[ARGS]{
 
 
@@ -90,6 +91,17 @@ class CallParser:
             self._out.append(Piece(self._blanks))
         self._held = self._raw = self._blanks = ""
         return self._taken()
+
+    @property
+    def open(self) -> str | None:
+        """None while no call is being written; else the text of it that is not read yet.
+
+        A call begins behind its mark; llama3, whose mark may also stand before code, with `{"name": "`."""
+        if self._state in (self._arguments, self._tail):
+            return ""
+        if self._form == "llama3":
+            return self._held if self._state == self._call and BEGUN.match(self._held) else None
+        return self._held if self._state == self._call or (self._state == self._lead and self._raw) else None
 
     # ------------------------------------------------------------------ states: each says whether it went on
     def _text(self) -> bool:

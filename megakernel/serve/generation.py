@@ -1,27 +1,34 @@
-"""Engine requests on an event loop: tokens become text here, off the engine's thread."""
+"""Engine requests on an event loop: tokens become text here.
+
+With few sequences the engine's thread makes text of a token and sends it by itself: to wake the loop's thread, and to
+wait for the interpreter's lock there, takes longer than the work. With more of them that thread only rings the bell, so
+that one wake-up serves many tokens."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, Protocol
 
 from megakernel.checkpoint import Tokenizer
 from megakernel.engine import Engine
-from megakernel.errors import ApiError
 from megakernel.request import Processor, Request, Token
 from megakernel.sampling import SamplingParams
 from megakernel.text import StoppingText
+
+DIRECT = 4  # sequences; with more, their sends would hold up the engine's thread
 
 
 class Bell:
     """Wakes generations on the loop's thread. The engine's thread rings; many rings make one wake-up of the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.live = 0  # sequences that run or wait, of all generations
         self._loop = loop
         self._rung: deque[Callable[[], None]] = deque()
         self._armed = False
@@ -40,8 +47,7 @@ class Bell:
             self._rung.popleft()()
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What is new of one choice. The last update of a choice has a finish_reason."""
 
     choice: int
@@ -60,8 +66,36 @@ class _Choice:
         self.finish_reason: str | None = None
 
 
+class Sink(Protocol):
+    """Takes updates at once, without waking a task."""
+
+    @property
+    def open(self) -> bool:
+        """Whether `take` may be called."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether `send` may be called."""
+
+    def prepare(self) -> bool:
+        """On the loop, before the first `send`. False when it cannot be."""
+
+    def take(self, update: Update) -> None:
+        """On the loop."""
+
+    def send(self, update: Update) -> bool:
+        """On any thread. False when it could not be done whole: no more before `settle`."""
+
+    def settle(self) -> None:
+        """On the loop: finish what `send` began."""
+
+
 class Generation:
-    """The choices of one HTTP request. Lives on the loop; `updates` is read once, by one task."""
+    """The choices of one HTTP request. Lives on the loop; `updates` is read once, by one task.
+
+    While that task waits, updates other than a choice's last go to `sink`, if there is one, by the thread that has
+    them: the loop's, or the engine's while `_direct` is set. Whoever reads has `_lock`: each token is read once,
+    in order."""
 
     def __init__(self, bell: Bell, on_end: Callable[[Generation], None] | None = None) -> None:
         self._bell = bell
@@ -69,7 +103,12 @@ class Generation:
         self._wakeup = asyncio.Event()
         self._on_end = on_end
         self._ended = False
-        self._stop: ApiError | None = None  # why it was ended before its time
+        self._stop: Exception | None = None  # why it was ended before its time
+        self.sink: Sink | None = None
+        self._lock = threading.Lock()
+        self._direct = False  # the engine's thread may read and send
+        self._parked = False  # the reader has taken everything and waits
+        self._last: deque[Update] = deque()  # read already, for the reader
         self.choices: list[_Choice] = []
         self.started = time.perf_counter()
         self.first_token = 0.0
@@ -87,18 +126,82 @@ class Generation:
         Raises what `Engine.submit` raises and leaves none."""
         try:
             for i, ((ids, params), processor) in enumerate(zip(prompts, processors)):
-                listen = partial(self._bell.ring, partial(self._wake, i))
+                listen = partial(self._heard, i, partial(self._wake, i))
                 request = engine.submit(ids, params, listen, processor)
                 self.choices.append(_Choice(request, StoppingText(tokenizer, params.stop_texts, keep)))
+                self._bell.live += 1
         except BaseException:
             self.cancel()
             raise
 
-    def _wake(self, choice: int) -> None:
-        self._news.append(choice)
-        self._wakeup.set()
+    # ------------------------------------------------------------------------------------------ the engine's thread
+    def _heard(self, choice: int, wake: Callable[[], None]) -> None:
+        """There is something new of a choice. Never waits: while another thread reads, it is told."""
+        if self._direct and self._lock.acquire(blocking=False):
+            try:
+                if self._direct and self._send(choice):
+                    return
+                self._direct = False
+            finally:
+                self._lock.release()
+        self._bell.ring(wake)
 
-    def abort(self, reason: ApiError) -> None:
+    def _send(self, choice: int) -> bool:
+        """False when the loop has to go on."""
+        sink = self.sink
+        if sink is None or self._bell.live > DIRECT:
+            return False
+        try:
+            update = self._read(choice)
+            if update is None:
+                return True
+            if update.finish_reason is None:
+                return sink.send(update)
+            self._last.append(update)
+        except Exception as e:  # the reader's to raise
+            self._stop = self._stop or e
+        return False
+
+    # ------------------------------------------------------------------------------------------ the loop's thread
+    def _wake(self, choice: int) -> None:
+        """What `_heard` left. Many sequences: it is written here, without the reader."""
+        sink = self.sink
+        many = self._bell.live > DIRECT
+        if sink is None or not many or not self._parked or self._wakeup.is_set() or self._last or not sink.open:
+            self._news.append(choice)
+            self._wakeup.set()
+            return
+        try:
+            with self._lock:
+                self._direct = False
+                update = self._read(choice)
+            if update is None:
+                return
+            if update.finish_reason is None:
+                sink.take(update)
+                return
+            self._last.append(update)
+            self._wakeup.set()
+        except Exception as e:
+            self.abort(e)
+
+    def _take_over(self) -> None:
+        """From here on only the loop reads."""
+        with self._lock:
+            self._direct = False
+        if self.sink is not None:
+            self.sink.settle()
+
+    async def _hand_over(self) -> None:
+        """Let the engine's thread read, if few sequences run and nothing that was written waits."""
+        if self.sink is None or self._bell.live > DIRECT or any(c.request.processor for c in self.choices):
+            return
+        if not self.sink.empty:
+            await asyncio.sleep(0)  # the transport may write at the end of a turn of the loop
+        if self.sink is not None and self.sink.empty and not self._news and self._stop is None:
+            self._direct = self.sink.prepare()
+
+    def abort(self, reason: Exception) -> None:
         """End it early: `updates` raises `reason`. The engine's slots are free within a step."""
         if self._stop is None and not self._ended:
             self._stop = reason
@@ -107,11 +210,14 @@ class Generation:
 
     def cancel(self) -> None:
         """End every request that still runs, and the generation with them."""
+        self._take_over()
+        self.sink = None
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.request.cancel()
         if not self._ended:
             self._ended = True
+            self._bell.live -= len(self.choices)
             if self._on_end:
                 self._on_end(self)
 
@@ -122,16 +228,21 @@ class Generation:
         left = len(self.choices)
         try:
             while left:
+                await self._hand_over()
+                self._parked = True
                 await self._wakeup.wait()
                 self._wakeup.clear()
+                self._parked = False
+                self._take_over()
                 if self._stop is not None:
                     raise self._stop
-                out = []
+                out = list(self._last)
+                self._last.clear()
                 for choice in dict.fromkeys(self._drain()):
                     update = self._read(choice)
                     if update is not None:
                         out.append(update)
-                        left -= update.finish_reason is not None
+                left -= sum(update.finish_reason is not None for update in out)
                 if out:
                     yield out
         finally:

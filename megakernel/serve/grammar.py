@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.checkpoint import Tokenizer
 from megakernel.errors import ApiError, MissingExtra
+from megakernel.serve.calls import CallParser
 from megakernel.serve.host import Model
 from megakernel.serve.schema import ResponseFormat
 
@@ -28,17 +30,29 @@ class Grammars:
     def processors(self, form: ResponseFormat, count: int, field: str = FIELD) -> list[Guided]:
         """One for each of `count` choices. Slow (a compilation): not for the event loop. Raises ApiError 400 that
         names `field`."""
+        matcher, vocab = self._matcher(form, field), self.model.program.manifest.vocab
+        return [Guided(matcher.deep_copy(), vocab) for _ in range(count)]
+
+    def callers(
+        self, grammar: str, count: int, parser: Callable[[], CallParser], marks: frozenset[int]
+    ) -> list[Caller]:
+        """Like `processors`, for calls that a model makes by itself. `marks`: special tokens that a parser reads."""
+        matcher = self._matcher(ResponseFormat(type="grammar", grammar=grammar), "tools")
+        tokenizer, vocab = self.model.tokenizer, self.model.program.manifest.vocab
+        assert tokenizer is not None
+        return [Caller(matcher, vocab, parser(), tokenizer, marks) for _ in range(count)]
+
+    def _matcher(self, form: ResponseFormat, field: str) -> Any:
         library = _library()
         grammar = _grammar(library, form)
         tables = self._vocabulary(library)
         wrong, notes = library.LLMatcher.validate_grammar_with_warnings(grammar, tables)
         if wrong:
             raise _refusal(notes[0] if notes else "the grammar is not valid", field)
-        vocab = self.model.program.manifest.vocab
         made = library.LLMatcher(tables, grammar, log_level=0)
         if made.is_error():
             raise _refusal(made.get_error(), field)
-        return [Guided(made.deep_copy(), vocab) for _ in range(count)]
+        return made
 
     def _vocabulary(self, library: Any) -> Any:
         tokenizer = self.model.tokenizer
@@ -66,13 +80,52 @@ class Guided:
             self._taken += 1
             if not self._matcher.consume_token(token):
                 raise ApiError(500, f"the grammar stopped: {self._matcher.get_error()[:200]}", kind="server_error")
-        if self._matcher.is_stopped():
-            return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little")
-        row = np.zeros(self._vocab, np.float32)
-        row[allowed == 0] = -np.inf
-        return row
+        return None if self._matcher.is_stopped() else _row(self._matcher, self._vocab)
+
+
+class Caller:
+    """A processor that leaves the model free, and keeps it to the grammar of a call from where it begins one."""
+
+    def __init__(
+        self, matcher: Any, vocab: int, parser: CallParser, tokenizer: Tokenizer, marks: frozenset[int]
+    ) -> None:
+        self._start = matcher
+        self._matcher: Any = None  # of the call that is being written
+        self._parser, self._tokenizer = parser, tokenizer
+        self._text = tokenizer.stream(keep=marks)
+        self._free = np.zeros(vocab, np.float32)
+        self._vocab = vocab
+        self._taken = 0
+        self._known = False  # this call was begun before
+
+    def __call__(self, tokens: Sequence[int]) -> npt.NDArray[np.float32] | None:
+        for token in tokens[self._taken :]:
+            self._taken += 1
+            self._take(token)
+        return self._free if self._matcher is None else _row(self._matcher, self._vocab)
+
+    def _take(self, token: int) -> None:
+        self._parser.push(self._text.push(token))
+        begun = self._parser.open
+        if begun is None:
+            self._matcher, self._known = None, False
+        elif self._known:
+            if self._matcher is not None and not self._matcher.consume_token(token):
+                raise ApiError(500, f"the grammar stopped: {self._matcher.get_error()[:200]}", kind="server_error")
+        else:
+            self._known = True
+            ids = self._tokenizer.encode(begun, add_special=False)
+            fresh = self._start.deep_copy()
+            if fresh.try_consume_tokens(ids) == len(ids):  # else it is text: the grammar knows no such call
+                self._matcher = fresh
+
+
+def _row(matcher: Any, vocab: int) -> npt.NDArray[np.float32]:
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.unpackbits(bits, count=vocab, bitorder="little")
+    row = np.zeros(vocab, np.float32)
+    row[allowed == 0] = -np.inf
+    return row
 
 
 def _library() -> Any:

@@ -162,7 +162,7 @@ async def measure(
     seed: int,
 ) -> Report:
     """`requests` requests, `streams` of them at any time."""
-    rng = random.Random(seed)
+    rng = random.Random(f"{seed} {streams}")  # prompts of another level would be found among kept prefixes
     left = list(range(requests))
     done: list[Timeline] = []
 
@@ -187,14 +187,6 @@ async def measure(
         percentile(first, 0.5), percentile(first, 0.99), percentile(between, 0.5), percentile(between, 0.99),
         percentile(per_token, 0.5), percentile(per_token, 0.99),
     )  # fmt: skip
-
-
-async def token_times(url: str, body: dict[str, Any]) -> list[float]:
-    """Seconds of perf_counter at which each token of one completion was read. Raises SystemExit when it failed."""
-    made = await stream(url, "/v1/completions", body)
-    if made.error:
-        raise SystemExit(made.error)
-    return [at for at, count in zip(made.times, made.tokens) for _ in range(count)]
 
 
 @contextmanager
@@ -247,11 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # a body from standard input
     chosen = parser.parse_args(given[:cut])
-    if chosen.one:
-        sys.stdout.write(json.dumps(asyncio.run(token_times(chosen.url, json.loads(sys.stdin.read())))))
-        return 0
     with served(chosen.serve, given[cut + 1 :]) if chosen.serve else nullcontext(chosen.url) as url:
         return _levels(chosen, url)
 

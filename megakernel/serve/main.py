@@ -16,6 +16,7 @@ from megakernel.errors import MegakernelError, SettingsError
 from megakernel.serve.app import make_app
 from megakernel.serve.host import Host, Model
 from megakernel.serve.options import ServeOptions
+from megakernel.serve.wire import EXTENSION, Wire
 
 log = logging.getLogger("megakernel.serve")
 HEADER_BYTES = 64 << 10  # of one request's line and headers
@@ -93,7 +94,7 @@ def _http() -> Any:
         return Quiet
 
     class Limited(HttpToolsProtocol):
-        """Refuses a request whose line and headers pass HEADER_BYTES."""
+        """Refuses a request whose line and headers pass HEADER_BYTES; gives answers a Wire."""
 
         headers_read = 0
         in_headers = True
@@ -108,6 +109,7 @@ def _http() -> Any:
 
         def on_headers_complete(self) -> None:
             self.in_headers, self.headers_read = False, 0
+            self.scope["extensions"] = {EXTENSION: {"wire": Wire(self.transport, self.flow)}}
             super().on_headers_complete()
 
         def data_received(self, data: bytes) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from json.encoder import JSONEncoder, encode_basestring
 from typing import Any, Protocol
 
 from megakernel.checkpoint import Tokenizer
 from megakernel.request import Token
 from megakernel.serve.calls import CallParser, Piece
 
+_encoder = JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+NO_LOGPROBS = b',"logprobs":null'
+NOT_ENDED = b',"finish_reason":null'
+
 
 def dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return _encoder.encode(value).encode("utf-8", "replace")
+
+
+def quoted(value: str) -> bytes:
+    """`dumps` of a text."""
+    return encode_basestring(value).encode("utf-8", "replace")
 
 
 def event(data: bytes) -> bytes:
@@ -36,9 +45,12 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 class Form(Protocol):
     """How one endpoint writes its answers. `text` is all of a choice, `delta` what is new of it.
 
-    with_ids: the ids of the tokens are shown, so each token makes a chunk, also one without text."""
+    with_ids: the ids of the tokens are shown. every_token: each token makes a chunk, also one without text."""
 
     with_ids: bool
+
+    @property
+    def every_token(self) -> bool: ...
 
     def whole(self, choices: Sequence[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]: ...
     def choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None) -> dict[str, Any]: ...
@@ -68,6 +80,10 @@ class Base:
         self._start = b"data: " + dumps(head)[:-1] + b',"choices":[{"index":'
         self._end = b"}]" + (b',"usage":null' if with_usage else b"") + b"}\n\n"
 
+    @property
+    def every_token(self) -> bool:
+        return self.with_ids or self._logprobs is not None
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": self.id, "object": kind, "created": self.created, "model": self.model,
@@ -81,11 +97,10 @@ class Base:
         return event(dumps({**self._head(self.chunk_object), "choices": [], "usage": used}))
 
     def _chunk(self, index: int, body: bytes, logprobs: Any, reason: str | None, tokens: Sequence[Token] = ()) -> bytes:
-        tail = b',"logprobs":' + (dumps(logprobs) if logprobs else b"null")
-        if self.with_ids:
-            tail += b',"token_ids":' + dumps([t.id for t in tokens])
-        ended = b',"finish_reason":' + (b'"' + reason.encode() + b'"' if reason else b"null")
-        return b"".join((self._start, str(index).encode(), b",", body, tail, ended, self._end))
+        told = b',"logprobs":' + dumps(logprobs) if logprobs else NO_LOGPROBS
+        ids = b',"token_ids":[%b]' % b",".join([b"%d" % t.id for t in tokens]) if self.with_ids else b""
+        ended = b',"finish_reason":"%b"' % reason.encode() if reason else NOT_ENDED
+        return b"%b%d,%b%b%b%b%b" % (self._start, index, body, told, ids, ended, self._end)
 
     def _ids(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {"token_ids": [t.id for t in tokens]} if self.with_ids else {}
@@ -163,7 +178,7 @@ class ChatForm(Base):
         return b"".join(out)
 
     def _content(self, index: int, delta: str, told: Any, reason: str | None, tokens: Sequence[Token] = ()) -> bytes:
-        body = b'"delta":{"content":' + dumps(delta) + b"}" if delta or told or tokens else b'"delta":{}'
+        body = b'"delta":{"content":' + quoted(delta) + b"}" if delta or told or tokens else b'"delta":{}'
         return self._chunk(index, body, told, reason, tokens)
 
     def _told(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
@@ -200,7 +215,7 @@ class CompletionForm(Base):
         return self._chunk(index, b'"text":' + dumps(text), None, None) if text else b""
 
     def chunk(self, index: int, delta: str, tokens: Sequence[Token], reason: str | None) -> bytes:
-        return self._chunk(index, b'"text":' + dumps(delta), self._told(index, tokens), reason, tokens)
+        return self._chunk(index, b'"text":' + quoted(delta), self._told(index, tokens), reason, tokens)
 
     def _told(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self._logprobs is None:

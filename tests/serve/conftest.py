@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the server's tests need the extra `serve`")
 pytest.importorskip("httpx", reason="the server's tests need httpx")
 
+from megakernel.checkpoint import fetch_demo
 from megakernel.device.cpu import CpuDevice
+from megakernel.errors import MegakernelError
 from megakernel.llm import LLM
-from megakernel.settings import Settings
+from megakernel.settings import Settings, read_settings
 from tests.serve.server import Running, serving, talking_checkpoint
 
 
@@ -41,4 +43,15 @@ def open_tiny(talking: Path, serve_cache: Path) -> Callable[..., LLM]:
 def tiny(open_tiny: Callable[..., LLM]) -> Iterator[Running]:
     """One server of the tiny model for all tests that leave it as it was."""
     with serving(open_tiny, web=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Running]:
+    """One server of the demo model, opened as users do. Skips where the model cannot be had."""
+    try:
+        path = fetch_demo(read_settings().cache)
+    except MegakernelError as why:
+        pytest.skip(f"the demo model cannot be had: {why}")
+    with serving(lambda: LLM(path, max_slots=16, max_context=512)) as running:
         yield running

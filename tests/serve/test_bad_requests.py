@@ -92,7 +92,7 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     ),
     "tool_choice of another kind": (CHAT, chat(tool_choice={"type": "allowed_tools"}), 400, "tool_choice"),
     "tools beside a form": (
-        CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}], response_format={"type": "json_object"}),
+        CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}], response_format={"type": "regex"}),
         400, "response_format",
     ),
     "return_token_ids a text": (CHAT, chat(return_token_ids="yes"), 400, "return_token_ids"),

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from megakernel.llm import LLM
 from megakernel.serve.schema import REQUESTS
-from tests.serve.server import Running, serving
+from tests.serve.server import Running
 
 pytestmark = pytest.mark.timeout(300)
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -159,7 +158,7 @@ def try_operation(operation: Any) -> None:
     known = set(operation.definition.raw["responses"])
 
     @settings(
-        max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+        max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )  # fmt: skip
     @given(case=operation.as_strategy())
@@ -173,33 +172,22 @@ def try_operation(operation: Any) -> None:
     check()
 
 
-def test_a_real_model_answers() -> None:
-    from megakernel.checkpoint import fetch_demo
-    from megakernel.errors import MegakernelError
-    from megakernel.settings import read_settings
-
-    try:
-        path = fetch_demo(read_settings().cache)
-    except MegakernelError as why:
-        pytest.skip(f"the demo model cannot be had: {why}")
-    with serving(lambda: LLM(path, dtype="bf16", max_slots=4, max_context=1024)) as server:
-        question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-        answer = server.post("/v1/chat/completions", messages=question, temperature=0, max_tokens=20).json()
-        text = answer["choices"][0]["message"]["content"]
-        assert "Paris" in text and answer["choices"][0]["finish_reason"] == "stop"
-        told = [
-            c["choices"][0]["delta"].get("content", "")
-            for c in server.events("/v1/chat/completions", messages=question, temperature=0, max_tokens=20)
-        ]
-        assert "".join(told) == text
-        both = server.post(
-            "/v1/completions", prompt=["The capital of France is", "2 + 2 ="], max_tokens=8, temperature=0
-        )
-        alone = [
-            server.post("/v1/completions", prompt=p, max_tokens=8, temperature=0).json()["choices"][0]["text"]
-            for p in ("The capital of France is", "2 + 2 =")
-        ]
-        assert [c["text"] for c in both.json()["choices"]] == alone
-        smile = server.post("/tokenize", prompt="👩‍🚀 ½ 中文").json()["tokens"]
-        echoed = server.post("/v1/completions", prompt=smile, echo=True, max_tokens=1, temperature=0).json()
-        assert echoed["choices"][0]["text"].startswith("👩‍🚀 ½ 中文")
+def test_a_real_model_answers(demo: Running) -> None:
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    answer = demo.post("/v1/chat/completions", messages=question, temperature=0, max_tokens=20).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert "Paris" in text and answer["choices"][0]["finish_reason"] == "stop"
+    told = [
+        c["choices"][0]["delta"].get("content", "")
+        for c in demo.events("/v1/chat/completions", messages=question, temperature=0, max_tokens=20)
+    ]
+    assert "".join(told) == text
+    both = demo.post("/v1/completions", prompt=["The capital of France is", "2 + 2 ="], max_tokens=8, temperature=0)
+    alone = [
+        demo.post("/v1/completions", prompt=p, max_tokens=8, temperature=0).json()["choices"][0]["text"]
+        for p in ("The capital of France is", "2 + 2 =")
+    ]
+    assert [c["text"] for c in both.json()["choices"]] == alone
+    smile = demo.post("/tokenize", prompt="👩‍🚀 ½ 中文").json()["tokens"]
+    echoed = demo.post("/v1/completions", prompt=smile, echo=True, max_tokens=1, temperature=0).json()
+    assert echoed["choices"][0]["text"].startswith("👩‍🚀 ½ 中文")

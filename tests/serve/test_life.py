@@ -24,11 +24,9 @@ pytestmark = pytest.mark.timeout(180)
 LONG = {"prompt": "a long story", "max_tokens": 480, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def send(
-    server: Running, body: dict[str, Any], path: str = "/v1/completions", buffer: int | None = None
-) -> socket.socket:
+def connect(url: str, body: dict[str, Any], path: str = "/v1/completions", buffer: int | None = None) -> socket.socket:
     """A socket on which a request was sent."""
-    host, port = server.url.removeprefix("http://").split(":")
+    host, port = url.removeprefix("http://").split(":")
     made = socket.socket()
     if buffer:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -38,6 +36,10 @@ def send(
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     made.sendall(head.encode() + data)
     return made
+
+
+def send(server: Running, body: dict[str, Any], buffer: int | None = None) -> socket.socket:
+    return connect(server.url, body, buffer=buffer)
 
 
 @pytest.fixture

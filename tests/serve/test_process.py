@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.test_life import LONG
+from tests.serve.test_life import LONG, connect
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -104,20 +104,22 @@ def test_a_drain_has_an_end(talking: Path, serve_cache: Path) -> None:
         idle.close()
 
 
-def test_kill_9_while_it_loads_then_start_again(talking: Path, tmp_path: Path) -> None:
-    with child(talking, tmp_path) as server:
-        server.url()
-        time.sleep(1.0)  # in the middle of the compilation
+def test_kill_9_under_load_then_start_again(talking: Path, serve_cache: Path) -> None:
+    """A build that is killed has a test of its own, in tests/program."""
+    body = {"prompt": "a", "max_tokens": 8, "temperature": 0}
+    with child(talking, serve_cache) as server:
+        url = server.healthy()
+        want = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        clients = [connect(url, LONG) for _ in range(6)]  # more than there are slots
+        assert clients[0].recv(100).startswith(b"HTTP/1.1 200")
         server.process.kill()
         server.ended()
-    with child(talking, tmp_path) as server:
-        url = server.healthy()
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
-        assert answer.status_code == 200
-        server.process.kill()  # and when it is loaded
-        server.ended()
-    with child(talking, tmp_path) as server:
-        server.healthy()
+        for client in clients:
+            client.close()
+    port = url.rsplit(":", 1)[1]
+    with child(talking, serve_cache, "--port", port) as server:
+        assert server.healthy() == url
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"] == want
 
 
 def test_what_keeps_it_from_serving_is_said(talking: Path, tmp_path: Path) -> None:

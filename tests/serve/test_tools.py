@@ -159,9 +159,9 @@ def streamed(server: Running, **body: Any) -> dict[str, Any]:
     return message
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_call_that_must_come(caller: tuple[str, Running], temperature: float) -> None:
-    _, server = caller
+def test_a_call_that_must_come(caller: tuple[str, Running]) -> None:
+    form, server = caller
+    temperature = 0.0 if form == "hermes" else 1.0
     body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 120, "temperature": temperature, "seed": 3}
     for choice, names in (("required", NAMES), ({"type": "function", "function": {"name": "weather"}}, NAMES[:1])):
         answer = server.post("/v1/chat/completions", **body, tool_choice=choice).json()["choices"][0]
@@ -229,13 +229,112 @@ def test_calls_that_a_model_makes_by_itself(caller: tuple[str, Running], monkeyp
 
 def test_what_cannot_be_kept_is_refused(caller: tuple[str, Running]) -> None:
     _, server = caller
+    wrong = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "no"}}}
     for more, says in (
         ({"tool_choice": "required"}, "tool_choice: expected only with tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no tool 'x'"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format: not supported beside tools"),
+        ({"tools": TOOLS, "response_format": {"type": "regex", "regex": "a"}}, "response_format: expected text, json"),
+        ({"tools": TOOLS, "response_format": wrong}, "response_format: "),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}],
           "tool_choice": "required"}, "tools: "),
     ):  # fmt: skip
         refused = server.post("/v1/chat/completions", messages=HELLO, **more)
         assert refused.status_code == 400 and says in refused.json()["error"]["message"], refused.text
+
+
+def begins(server: Running, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every answer begins with this text; what follows is the model's, as far as its processor lets it."""
+    tokenizer = server.host.model.tokenizer  # type: ignore[union-attr]
+    vocab = server.host.model.program.manifest.vocab  # type: ignore[union-attr]
+    ids = tokenizer.encode(text, add_special=False)
+    before = serve_app.Endpoints._processors
+
+    def led(own: Processor | None) -> Processor:
+        def processor(tokens: Any) -> Any:
+            row = np.zeros(vocab, np.float32) if own is None else own(tokens)
+            if len(tokens) < len(ids):
+                assert row is not None and row[ids[len(tokens)]] == 0.0, "the grammar does not take what is said"
+                row = np.full(vocab, -np.inf, np.float32)
+                row[ids[len(tokens)]] = 0.0
+            return row
+
+        return processor
+
+    async def processors(*asked: Any) -> list[Processor]:
+        return [led(made) for made in await before(*asked)]
+
+    monkeypatch.setattr(serve_app.Endpoints, "_processors", processors)
+
+
+BEGINNINGS = {
+    "hermes": ("It rains. <tool_call>", '<tool_call>\n{"name": "weather", "arguments":{'),
+    "plain": ("It rains. <tool_call>", '<tool_call>\n\n{ "name" : "weather",\n "arguments":{"ci'),
+    "llama3": ('{"name": "', '{"name":"weather", "parameters": {"city":'),
+    "mistral": ("[TOOL_CALLS] [{", '[TOOL_CALLS][{"name":"now","arguments":{}}, {"name": "w'),
+    "named": ("[TOOL_CALLS]", "[TOOL_CALLS]weather[ARGS]"),
+}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_strict_call_that_a_model_makes_by_itself(
+    caller: tuple[str, Running], which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, server = caller
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+    begins(server, BEGINNINGS[form][which], monkeypatch)
+    blanks = server.post("/tokenize", prompt=" \t\r\n").json()["tokens"]
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 110, "temperature": 1.0, "ignore_eos": True,
+                            "logit_bias": {str(i): -100 for i in blanks}}  # fmt: skip
+    seen = 0
+    for seed in range(1 + (form == "plain")):
+        message = server.post("/v1/chat/completions", **body, tools=strict, seed=seed).json()["choices"][0]["message"]
+        assert message.get("tool_calls"), message
+        for call in message["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            if call["function"]["name"] == "weather":
+                seen += 1
+                assert arguments["city"] in ("Rome", "Oslo") and arguments["days"] in (1, 2) and len(arguments) == 2
+            else:
+                assert arguments == {}
+    assert seen or which == 0
+    if form != "hermes":
+        return
+    free = server.post("/v1/chat/completions", **body, tools=TOOLS, seed=0).json()["choices"][0]["message"]
+    assert not free.get("tool_calls") or '"days"' not in free["tool_calls"][-1]["function"]["arguments"]
+
+
+def test_strict_leaves_text_alone(caller: tuple[str, Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, server = caller
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "tools": strict}
+    kept = server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]
+    wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}, "strict": True}}]
+    refused = server.post("/v1/chat/completions", **{**body, "tools": wrong})
+    assert refused.status_code == 400 and "tools: " in refused.json()["error"]["message"]
+
+    async def none(*asked: Any) -> list[None]:
+        return [None] * asked[3]
+
+    monkeypatch.setattr(serve_app.Endpoints, "_processors", none)
+    assert server.post("/v1/chat/completions", **body).json()["choices"][0]["message"] == kept and kept["content"]
+
+
+def test_an_answer_of_a_schema_or_a_call(caller: tuple[str, Running]) -> None:
+    form, server = caller
+    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"],
+              "additionalProperties": False}  # fmt: skip
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    body: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "max_tokens": 120, "response_format": wanted, "seed": 5}
+    text = {"hermes": "<tool_call>", "plain": "<", "llama3": "n"}.get(form, "[TOOL_CALLS]")  # only a call has it
+    (token,) = server.post("/tokenize", prompt=text).json()["tokens"]
+    for bias in (100, -100):
+        answer = server.post("/v1/chat/completions", **body, logit_bias={str(token): bias}).json()["choices"][0]
+        message = answer["message"]
+        if bias < 0:
+            assert json.loads(message["content"])["rain"] in (True, False) and answer["finish_reason"] == "stop"
+            continue
+        (call,) = message["tool_calls"]
+        assert message["content"] is None and answer["finish_reason"] == "tool_calls"
+        want = {"city", "days"} if call["function"]["name"] == "weather" else set()
+        assert json.loads(call["function"]["arguments"]).keys() == want

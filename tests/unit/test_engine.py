@@ -339,3 +339,15 @@ def test_a_bound_of_steps_needs_a_paced_program() -> None:
     with pytest.raises(InvalidRequest, match="keep to no bound yet"):
         Engine(runtime, max_step_ms=5.0)
     runtime.close()
+
+
+def test_a_prompt_in_a_late_slot_is_not_overtaken() -> None:
+    """The fake kernel computes prompts in slot order, as a program that is not paced."""
+    with open_engine(FakeDevice(step_s=0.001), max_slots=2, max_rows=2) as engine:
+        first = engine.submit([1], greedy(8))
+        late = engine.submit(list(range(1, 41)), greedy(2))  # gets the other slot
+        others = [engine.submit(list(range(1, 12)), greedy(1)) for _ in range(6)]
+        done = [request.result(10) for request in (first, late, *others)]
+        assert (first.slot, late.slot) == (0, 1)
+        assert late._first < min(request._first for request in others)
+        assert list(done[1].token_ids) == expected(list(range(1, 41)), 2)
