@@ -12,10 +12,10 @@ from megakernel.builder.build import Plan, make_plan
 from megakernel.builder.exchange import SentAfter
 from megakernel.builder.fuse import FusedExchange, FusedMatmul
 from megakernel.errors import LoweringError, ScheduleError
+from megakernel.scheduler.assign import POLICIES
 from megakernel.scheduler.exchanges import exchanges_of
 from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.verify import verify
-from megakernel.scheduler.assign import POLICIES
 from megakernel.target import find_target
 from tests.gpu.machine import MODELS
 
@@ -117,6 +117,12 @@ def test_every_model_is_safe_on_every_number_of_devices(name: str, target: str, 
             continue
         made = make_plan(MODELS[name], machine, tp=tp, max_context=1024, max_slots=4)
         assert made.counted is not None and len(exchanges_of(made.counted.nodes)[0]) == len(buffers(made.counted))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_sends_before_it_waits_for_the_others(policy: str) -> None:
+    for target in ("sm_90a", "cpu-generic"):
+        make_plan(MODELS["tiny-qwen3"], find_target(target), tp=2, policy=policy, max_context=1024, max_slots=4)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
