@@ -46,8 +46,8 @@ def _phases(timeline: Timeline) -> dict[str, dict[str, float]]:
     for node in range(count):
         if timeline.nodes[node].task != "receive":
             continue
-        push, product = node - 1, node - 2  # as they are lowered
-        assert timeline.nodes[push].task == "push"
+        push = node - 1  # as they are lowered; a product may send by itself
+        product = push - 1 if timeline.nodes[push].task == "push" else push
         for step in timeline.complete_steps:
             made, sent, got = (_ends(ends, step, n, count, ranks) for n in (product, push, node))
             spans.setdefault(timeline.nodes[node].operator, []).append(

@@ -89,7 +89,7 @@ def _fit(ticks: Reals, clock: Reals, rate: float) -> tuple[float, float] | None:
 
 
 def worst_hop(events: Events, edges: Edges, most_steps: int = 16) -> float | None:
-    """The shortest time from a publication to the end of a wait for it, over the edges of the first steps, values aside."""
+    """The shortest time from a publication to the end of a wait for it, over edges of the first steps, not by value."""
     worst: float | None = None
     tasks = events[(events["role"] != Role.CONTROL) & (events["published"] != 0)]
     peers = edges[edges["kind"] == PEER]  # of stamped elements one for each tile

@@ -17,7 +17,7 @@ from megakernel.builder.program import Manifest
 from megakernel.clocks import OWN_TICKS, WAITING
 from megakernel.recording import Recording
 from megakernel.scheduler.exchanges import Ends, exchanges_of
-from megakernel.tasks.record import NONE
+from megakernel.tasks.record import NONE, Role
 from megakernel.tasks.task import TaskNode
 from megakernel.timeline import EDGE, PEER, TIMES, Alignment, Edges, Events, TimelineNode
 
@@ -74,17 +74,24 @@ def edges_of_ranks(edges: Edges, nodes: Sequence[TaskNode], manifest: Manifest) 
 
 
 def _tiles_between(nodes: Sequence[TaskNode], ends: Ends) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Tiles that are sent and tiles that wait for them. A stamped element is waited for by itself, so a tile of a sum
-    waits for that of the same columns; of logits joined, whose tile has columns of which rank is not told here."""
+    """Tiles (first, count) that are sent and tiles that wait for them. A stamped element is waited for by itself, so a
+    tile of a sum waits for those of the same columns. Logits are joined, and whose a tile has is not told here."""
     sender, receiver = nodes[ends.sender], nodes[ends.receiver]
-    if _tile_by_tile(sender, receiver, ends):
-        return [((t, 1), (t, 1)) for t in range(sender.tiles)]
+    if _by_element(nodes, ends):
+        return [(_of_columns(sender, receiver, t), (t, 1)) for t in range(receiver.tiles)]
     return [((0, sender.tiles), (0, receiver.tiles))]
 
 
-def _tile_by_tile(sender: TaskNode, receiver: TaskNode, ends: Ends) -> bool:
-    same = all(sender.sizes[k] == receiver.sizes[k] for k in ("cols", "tile_cols"))
-    return ends.exchange.stamped and same
+def _by_element(nodes: Sequence[TaskNode], ends: Ends) -> bool:
+    """Whether each element of a sum is waited for by itself."""
+    return ends.exchange.stamped and nodes[ends.sender].sizes["cols"] == nodes[ends.receiver].sizes["cols"]
+
+
+def _of_columns(sender: TaskNode, receiver: TaskNode, tile: int) -> tuple[int, int]:
+    """The sender's tiles that have a column of that tile of the receiver's, (first, count)."""
+    width, own = receiver.sizes["tile_cols"], sender.sizes.get("tile_cols", sender.sizes.get("tile_out", 1))
+    first, stop = tile * width // own, -(-min(receiver.sizes["cols"], (tile + 1) * width) // own)
+    return first, stop - first
 
 
 # ---------------------------------------------------------------------------------------------- timers
@@ -119,9 +126,9 @@ def travel_ns(events: Events, nodes: Sequence[TaskNode], manifest: Manifest) -> 
     """[from, to] what a stamped element of a sum usually takes between rank 0 and another, each end by its own timer;
     nan where none was seen."""
     count, ranks = len(nodes), manifest.ranks
-    sums = [e for e in exchanges_of(nodes)[0] if _tile_by_tile(nodes[e.sender], nodes[e.receiver], e)]
+    sums = [e for e in exchanges_of(nodes)[0] if _by_element(nodes, e)]
     steps = np.unique(events["step"])[:MOST_STEPS]
-    tasks = events[(events["published"] != 0) & np.isin(events["role"], WAITING) & np.isin(events["step"], steps)]
+    tasks = events[(events["published"] != 0) & (events["role"] != Role.CONTROL) & np.isin(events["step"], steps)]
     tasks = tasks[np.isin(tasks["node"] % count, [n for e in sums for n in (e.sender, e.receiver)])]
     node, rank = tasks["node"] % count, tasks["worker"] // manifest.workers
     out = np.full((ranks, ranks), np.nan)
@@ -131,9 +138,12 @@ def travel_ns(events: Events, nodes: Sequence[TaskNode], manifest: Manifest) -> 
         shortest: list[int] = []
         for e in sums:
             part = receiver * counters_of(manifest) + manifest.counter_count + e.exchange.number * ranks + sender
-            for event in tasks[(rank == receiver) & (node == e.receiver)]:
-                tiles = range(int(event["tile_begin"]), int(event["tile_begin"]) + int(event["tile_count"]))
-                known = [sent.get((int(event["step"]), e.sender, t)) for t in tiles]
+            for event in tasks[(rank == receiver) & (node == e.receiver) & np.isin(tasks["role"], WAITING)]:
+                first = _of_columns(nodes[e.sender], nodes[e.receiver], int(event["tile_begin"]))[0]
+                end = _of_columns(
+                    nodes[e.sender], nodes[e.receiver], int(event["tile_begin"]) + int(event["tile_count"]) - 1
+                )
+                known = [sent.get((int(event["step"]), e.sender, t)) for t in range(first, sum(end))]
                 if None in known:
                     continue
                 last = max(t for t in known if t is not None)
@@ -146,12 +156,13 @@ def travel_ns(events: Events, nodes: Sequence[TaskNode], manifest: Manifest) -> 
 
 
 def _by_tile(sends: Events, count: int) -> dict[tuple[int, int, int], int]:
-    """(step, node, tile) -> when it was published."""
-    return {
-        (int(e["step"]), int(e["node"]) % count, int(e["tile_begin"]) + i): int(e["published"])
-        for e in sends
-        for i in range(int(e["tile_count"]))
-    }
+    """(step, node, tile) -> when the last role of it published."""
+    out: dict[tuple[int, int, int], int] = {}
+    for e in sends:
+        for i in range(int(e["tile_count"])):
+            key = int(e["step"]), int(e["node"]) % count, int(e["tile_begin"]) + i
+            out[key] = max(out.get(key, 0), int(e["published"]))
+    return out
 
 
 def nodes_of_ranks(nodes: Sequence[TimelineNode], ranks: int) -> tuple[TimelineNode, ...]:

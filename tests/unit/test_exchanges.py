@@ -131,7 +131,7 @@ def test_parallel_residuals_are_safe_in_every_order(policy: str) -> None:
     made = make_plan(MODELS["tiny-neox"], find_target("sm_90a"), tp=2, policy=policy, max_context=1024, max_slots=4)
     at = buffers(made.schedule)
     assert made.counted is not None and len(at) == 7 and len(set(at)) == 4
-    with pytest.raises(ScheduleError, match=r"layers.1.mlp_residual.push writes over .* earlier in the step"):
+    with pytest.raises(ScheduleError, match=r"layers.1.mlp_output.part writes over .* earlier in the step"):
         verify(moved(made.counted, {3: at[1]}), made.memory.at)
 
 
