@@ -54,7 +54,7 @@ LARGE: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 CONTEXT, STEPS, WARM_STEPS = 512, 120, 10
 REPEATED, REPEATED_LARGE = 1000, 100  # steps that are run twice
-RECORDED = 24  # steps of a timeline
+RECORDED = 8  # steps of a timeline
 DEVIATIONS = 6.0  # of the difference of two numberings, by which the best tokens of both may be apart
 TORCH_SECONDS = 60
 BUDGET_NS = 2_000_000_000
@@ -200,11 +200,11 @@ def gap_of(runs: Sequence[Runtime], prompt: Sequence[int], one: Sequence[int], t
     return float((a[one[at]] - a[two[at]]) / np.sqrt(np.mean((a - b) ** 2)))
 
 
-def step(devices: Sequence[CudaDevice], shape: str, options: Mapping[str, Any], say: Say) -> None:
-    """Step times on one device (where it has the memory) and on all, and on all whether steps give the same bits."""
+def step(devices: Sequence[CudaDevice], shape: str, options: Mapping[str, Any], say: Say, alone: bool = True) -> None:
+    """Step times on one device (if `alone` and it has the memory) and on all; on all whether steps give the same bits."""
     repeated = REPEATED_LARGE if shape in LARGE else REPEATED
     us: dict[int, float] = {}
-    for several in (list(devices),) if shape in LARGE else (list(devices[:1]), list(devices)):
+    for several in (list(devices[:1]), list(devices)) if alone and shape not in LARGE else (list(devices),):
         tp, began = len(several), time.perf_counter()
         room = CONTEXT + max(STEPS, repeated) + WARM_STEPS + 8
         run = opened(config_of(shape), several, None, room, max_slots=1, **(options if tp > 1 else {}))
@@ -239,14 +239,15 @@ def recorded(
 ) -> dict[str, Any]:
     """What the exchanges of recorded steps took."""
     chosen = {"max_slots": 1, **options}
-    room, target = CONTEXT + 2 * RECORDED + 8, chosen.get("target", devices[0].target)
+    steps = WARM_STEPS + RECORDED + 2
+    room, target = CONTEXT + steps + 8, chosen.get("target", devices[0].target)
     run = opened(config_of(shape), devices, None, room, trace=True, **chosen)
     try:
         run.reset()
         randomise(run)
-        admit(run, 0, [1], CONTEXT + 2 * RECORDED, start=CONTEXT)
+        admit(run, 0, [1], CONTEXT + steps + 1, start=CONTEXT)
         run.start_recording(RECORDED, skip=WARM_STEPS)
-        run.launch(RECORDED + WARM_STEPS + 2)
+        run.launch(steps)
         run.finish(60.0)
         recording, program = run.stop_recording(), run.program
     finally:
@@ -295,6 +296,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="append the lines to this file as well")
     parser.add_argument("--one-gpu", action="store_true", help="both ranks on one GPU: a stand-in")
     parser.add_argument("--shape", action="append", help=f"default: {', '.join(SHAPES)}")
+    parser.add_argument("--not-alone", action="store_true", help="no steps on one device")
     parser.add_argument("--timeline", type=Path, help="keep two steps of the recording in this file, as JSON, gzipped")
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     args = parser.parse_args()
@@ -332,7 +334,7 @@ def main() -> None:
         "check": lambda: check(devices, options),
     }  # fmt: skip
     each: Mapping[str, Callable[[str], Any]] = {
-        "step": lambda shape: step(devices, shape, options, say),
+        "step": lambda shape: step(devices, shape, options, say, not args.not_alone),
         "timeline": lambda shape: recorded(devices, shape, options, args.timeline),
         "torch": lambda shape: None if args.one_gpu else torch_nccl(shape, len(devices)),
     }
