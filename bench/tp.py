@@ -201,7 +201,7 @@ def gap_of(runs: Sequence[Runtime], prompt: Sequence[int], one: Sequence[int], t
 
 
 def step(devices: Sequence[CudaDevice], shape: str, options: Mapping[str, Any], say: Say, alone: bool = True) -> None:
-    """Step times on one device (if `alone` and it has the memory) and on all; on all whether steps give the same bits."""
+    """Step times on one device (if `alone` and it has the memory) and on all; on these whether bits come again."""
     repeated = REPEATED_LARGE if shape in LARGE else REPEATED
     us: dict[int, float] = {}
     for several in (list(devices[:1]), list(devices)) if alone and shape not in LARGE else (list(devices),):
