@@ -7,6 +7,7 @@ bf16, batch 1, static cache, a whole step in a CUDA graph with its NCCL calls. W
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 from typing import Any
@@ -114,12 +115,12 @@ def main(shape: str, world: int, context: int, steps: int, store: str, rank: int
         torch.cuda.synchronize()
         gaps = [a.elapsed_time(b) * 1e3 for a, b in zip(marks[WARM:], marks[WARM + 1 :])]
     if rank == 0:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
         row = {"shape": shape, "tp": world, "context": context, "us": statistics.median(gaps), "least_us": min(gaps),
                "steps": len(gaps),
-               "program": f"torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}"}  # fmt: skip
+               "program": f"torch {torch.__version__}, NCCL {version}"}  # fmt: skip
         print(json.dumps(row), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # a barrier or the end of the process group hangs while a graph with NCCL's kernels is alive
 
 
 if __name__ == "__main__":

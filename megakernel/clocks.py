@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.tasks.record import TRACE_EVENT, Role
-from megakernel.timeline import COUNTER, TIMES, Alignment, Edges, Events
+from megakernel.timeline import COUNTER, PEER, TIMES, Alignment, Edges, Events
 
 Reals = npt.NDArray[np.float64]
 OWN_TICKS = frozenset({"cpu"})  # backends whose ticks are not the shared clock
 WAITING = (Role.WORKER, Role.CONSUMER)  # roles whose `ready` is that a record's dependencies are there
 MOST_READINGS = 256  # of a worker, for the slopes
+MOST_PEERS = 512  # edges between devices whose hops are looked at
 CLOCKS = {
     "cpu": "the core's counter against CLOCK_MONOTONIC",
     "cuda": "the device's global timer",
@@ -88,10 +89,11 @@ def _fit(ticks: Reals, clock: Reals, rate: float) -> tuple[float, float] | None:
 
 
 def worst_hop(events: Events, edges: Edges, most_steps: int = 16) -> float | None:
-    """The shortest time from a publication to the end of a wait for it, over the counter edges of the first steps."""
+    """The shortest time from a publication to the end of a wait for it, over edges of the first steps, not by value."""
     worst: float | None = None
     tasks = events[(events["role"] != Role.CONTROL) & (events["published"] != 0)]
-    by_counter = edges[edges["kind"] == COUNTER]
+    peers = edges[edges["kind"] == PEER]  # of stamped elements one for each tile
+    by_counter = np.concatenate([edges[edges["kind"] == COUNTER], peers[:: 1 + len(peers) // MOST_PEERS]])
     for step in np.unique(tasks["step"])[:most_steps]:
         of_step = tasks[tasks["step"] == step]
         by_node = {int(n): of_step[of_step["node"] == n] for n in np.unique(of_step["node"])}

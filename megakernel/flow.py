@@ -13,7 +13,7 @@ from megakernel.builder.build import Plan
 from megakernel.builder.program import Program
 from megakernel.clocks import WAITING, align, worst_hop
 from megakernel.errors import DeviceFault, TimelineError
-from megakernel.flow_ranks import edges_of_ranks, nodes_of_ranks
+from megakernel.flow_ranks import edges_of_ranks, nodes_of_ranks, on_one_timer
 from megakernel.recording import Recording
 from megakernel.scheduler.by_value import values_of
 from megakernel.scheduler.schedule import Entry, Schedule
@@ -40,6 +40,7 @@ def timeline_of(
     events, alignment = align(raw, workers, m.backend)
     edges = edges_of(plan.schedule, plan.target.value_edges)
     if m.ranks > 1:
+        events, alignment = on_one_timer(events, alignment, plan.schedule.nodes, m)
         edges = edges_of_ranks(edges, plan.schedule.nodes, m)
     events = _completed(events, plan.schedule, edges)
     steps = events[events["role"] == Role.CONTROL]

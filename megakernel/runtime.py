@@ -207,7 +207,10 @@ class Runtime:
         """Tell the kernel where this device sees the window of each rank. Before the first launch."""
         padded = [*windows, *([0] * (MAX_RANKS - len(windows)))]
         m = self.manifest
-        self._link = LINK.pack({"window": padded, "rank": m.rank, "best": m.best_offset, "part_cols": m.part_vocab})
+        self._link = LINK.pack(
+            {"window": padded, "rank": m.rank, "best": m.best_offset, "part_cols": m.part_vocab,
+             "exchanges": len(m.exchanges)}
+        )  # fmt: skip
         self.device.upload(self._buffers["launch"], LAUNCH.size, np.frombuffer(self._link, np.uint8))
 
     def window_handle(self) -> bytes:

@@ -77,11 +77,13 @@ def _cpu(name: str, vector: int) -> Target:
 
 
 # Between devices, one direction. Rates are the vendors' (half of what NVLink is said to carry both ways; PCIe 4.0 and
-# 5.0 x16; 7 links of an Infinity Fabric mesh, fewer on gfx90a). No hop was measured by this project: 3 us is one within
-# a GPU and 1 us on top, 5 us a guess for PCIe and fabrics.
+# 5.0 x16; 7 links of an Infinity Fabric mesh, fewer on gfx90a). Of hops one was measured, between two H200 on NVLink
+# (18 links) that did nothing else, by bench/hop.py; 3 us of other NVLinks is one within a GPU and 1 us on top, 5 us a
+# guess for PCIe and fabrics.
 NVLINK_GBPS = {"sm_80": 300.0, "sm_90a": 450.0, "sm_100a": 900.0}
 FABRIC_GBPS = {"gfx90a": 150.0, "gfx942": 448.0, "gfx950": 537.6}
 PCIE_GBPS, PCIE5_GBPS = 31.5, 63.0
+MEASURED_LINK_US = {"sm_90a": 0.76}
 NVLINK_US, OTHER_LINK_US = 3.0, 5.0
 
 
@@ -90,9 +92,9 @@ def _link(name: str) -> dict[str, Any]:
     kind = "NVLink" if name in NVLINK_GBPS else "Infinity Fabric" if name in FABRIC_GBPS else "PCIe x16"
     return {
         "link_gbps": rates.get(name, PCIE5_GBPS if name in ("sm_120a", "gfx1250") else PCIE_GBPS),
-        "link_us": NVLINK_US if name in NVLINK_GBPS else OTHER_LINK_US,
-        "link_source": f"{kind}: rate {'guessed' if name == 'gfx1250' else 'of vendor documents'}, latency assumed; "
-        "neither was measured",
+        "link_us": MEASURED_LINK_US.get(name, NVLINK_US if name in NVLINK_GBPS else OTHER_LINK_US),
+        "link_source": f"{kind}: rate {'guessed' if name == 'gfx1250' else 'of vendor documents'}, "
+        + ("latency measured on two H200" if name in MEASURED_LINK_US else "latency assumed; neither was measured"),
     }  # fmt: skip
 
 

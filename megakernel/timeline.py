@@ -28,8 +28,8 @@ Edges = npt.NDArray[Any]  # structured, EDGE
 SCHEMA: Final = 1
 FORMAT: Final = "megakernel timeline"
 TIMES: Final = ("start", "ready", "first_data", "end", "published")
-COUNTER, VALUE = 0, 1  # kinds of an edge
-KINDS: Final = ("counter", "value")
+COUNTER, VALUE, PEER = 0, 1, 2  # kinds of an edge
+KINDS: Final = ("counter", "value", "peer")
 EDGE: Final = np.dtype(
     [
         ("producer", "<u4"), ("producer_first", "<u4"), ("producer_count", "<u4"),
@@ -74,13 +74,19 @@ class TimelineFault:
 class Alignment:
     """How ticks became nanoseconds. Of each worker: what was added to its clock (ns against worker 0's), and how far it
     was from a straight line against the reference. `worst_hop_ns`: the shortest time from the end of work to the
-    end of a wait for it; below zero it bounds the error of the alignment. None: no edge was recorded."""
+    end of a wait for it; below zero it bounds the error of the alignment. None: no edge was recorded.
+
+    Of several devices with timers of their own: `timer_offset_ns`, what was taken from each one's (ns against the first
+    device's), and `timer_hop_ns`, the hop between that device and the first, which the offset's error cannot exceed;
+    None: nothing was seen of it."""
 
     clock: str
     clock_hz: float
     offset_ns: tuple[float, ...]
     drift_ns: tuple[float, ...]
     worst_hop_ns: float | None = None
+    timer_offset_ns: tuple[float, ...] = ()
+    timer_hop_ns: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ class Timeline:
 
     An edge says that a record with any tile of [consumer_first, + consumer_count) of node `consumer` starts its work
     after all tiles [producer_first, + producer_count) of node `producer` are published, and by which means: of kind
-    COUNTER (`counter` is its number) or VALUE (NONE). A step begins after the last node of the step before it."""
+    COUNTER (`counter` is its number), VALUE (NONE) or PEER: of another device, `counter` is the number of its
+    part. A step begins after the last node of the step before it."""
 
     events: Events
     meta: Meta
@@ -170,7 +177,7 @@ class Timeline:
             return ""
         if int(event["flags"]) & TraceFlag.BY_VALUE:
             return f"values of {self.nodes[counter].name}" if counter < len(self.nodes) else "values"
-        makers = np.unique(self.edges["producer"][(self.edges["kind"] == COUNTER) & (self.edges["counter"] == counter)])
+        makers = np.unique(self.edges["producer"][self.edges["counter"] == counter])
         names = ", ".join(self.nodes[int(n)].name for n in makers)
         return f"counter {counter}" + (f" of {names}" if names else "")
 
@@ -234,7 +241,8 @@ class Timeline:
 def _decode(raw: Mapping[str, Any]) -> Timeline:
     meta = dict(raw["meta"])
     alignment = dict(meta["alignment"])
-    alignment["offset_ns"], alignment["drift_ns"] = tuple(alignment["offset_ns"]), tuple(alignment["drift_ns"])
+    lists = ("offset_ns", "drift_ns", "timer_offset_ns", "timer_hop_ns")
+    alignment |= {name: tuple(alignment[name]) for name in lists if name in alignment}
     meta["alignment"] = Alignment(**alignment)
     meta["fault"] = TimelineFault(**meta["fault"]) if meta["fault"] else None
     meta["roles"], meta["overflow"] = tuple(meta["roles"]), tuple(meta["overflow"])

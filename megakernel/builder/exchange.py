@@ -1,7 +1,9 @@
-"""Where the exchanges of a program lie in the windows: behind a counter of each exchange and sender, in two buffers.
+"""Where the exchanges of a program lie in the windows: behind a counter of each exchange and sender, in a few buffers.
 
-A buffer is written again two exchanges later. That is early enough to be small, and safe because a rank sends its part
-of the exchange between them after it has read the first (scheduler/exchanges.py proves it of every schedule).
+A buffer may be used again by an exchange that a rank sends only when it knows that all have read what lay there. Which
+those are follows from what each exchange is computed from (`SentAfter`); scheduler/exchanges.py proves it of every
+schedule. Two buffers in turn and one for the logits where each exchange is computed from the one before it; more where
+attention and MLP of a layer read the same input.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megakernel.builder.fuse import Fused, FusedExchange
+from megakernel.builder.fuse import (
+    Fused,
+    FusedAttention,
+    FusedEmbedding,
+    FusedExchange,
+    FusedMatmul,
+    FusedNorm,
+)
 from megakernel.graph import Graph
 from megakernel.tasks.record import BEST_BYTES, COUNTER_STRIDE, WINDOW
 
@@ -45,14 +54,83 @@ class Exchanges:
             for f in found
         ]
         first = WINDOW.size + len(found) * ranks * COUNTER_STRIDE * 8
-        first = -(-first // ALIGN) * ALIGN
-        turns = [i % 2 for i in range(len(found))]
-        if len(found) % 2:  # the last and the first of the next step are neighbours
-            turns[-1] = 2
-        sizes = [max((b for b, t in zip(bytes_of, turns) if t == turn), default=0) for turn in range(3)]
-        starts = [first, first + sizes[0], first + sizes[0] + sizes[1]]
+        turns = SentAfter.of(fused).turns()
+        starts = [-(-first // ALIGN) * ALIGN]
+        for turn in range(max(turns) + 1):
+            starts.append(starts[-1] + max(b for b, t in zip(bytes_of, turns) if t == turn))
         joined = [f.input for f in found if f.join]
         return Exchanges(
-            tuple(f.name for f in found), tuple(starts[t] for t in turns), ranks, sum(sizes) + first,
+            tuple(f.name for f in found), tuple(starts[t] for t in turns), ranks, starts[-1],
             joined[0] if joined else "", part_vocab=graph.tensor(joined[0]).cols if joined else 0,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SentAfter:
+    """For each exchange, as bits, those that a rank has received whole before it sends any of this one."""
+
+    masks: tuple[int, ...]
+
+    @staticmethod
+    def of(fused: Sequence[Fused]) -> SentAfter:
+        """From what the operators read. Every output of a product needs every column of its input; other operators are
+        taken to need no more than some columns."""
+        some: dict[str, int] = {}  # of a tensor the exchanges that some of its elements are computed from
+        whole: dict[str, int] = {}  # those that each element is computed from all elements of
+        masks: list[int] = []
+        for item in fused:
+            inputs = inputs_of(item)
+            touched, mixed = (_union(table, inputs) for table in (some, whole))
+            if isinstance(item, FusedMatmul):
+                mixed |= some.get(item.input, 0)
+            elif isinstance(item, FusedExchange):
+                touched |= 1 << len(masks)
+                masks.append(whole.get(item.input, 0))
+            some[item.output], whole[item.output] = touched, mixed
+        return SentAfter(tuple(masks))
+
+    def turns(self) -> list[int]:
+        """Which buffer each exchange takes: the first that all who had it before have left."""
+        answers = [  # of each exchange those that are sent by who has read it
+            sum(1 << m for m, mask in enumerate(self.masks) if mask >> j & 1) for j in range(len(self.masks))
+        ]
+
+        def left(j: int, k: int) -> bool:
+            """Whether j, sent before k, has been read by all when k is sent."""
+            return bool(answers[j] & self.masks[k])
+
+        def left_before(j: int, k: int) -> bool:
+            """The same of j of the step before: a rank ends a step when it has received all that was sent in it."""
+            return bool(answers[j] or self.masks[k])
+
+        holders: list[list[int]] = []
+        out = []
+        for k in range(len(self.masks)):
+            free = (
+                i for i, held in enumerate(holders)
+                if all(left(j, k) and left_before(j, k) and left_before(k, j) for j in held)
+            )  # fmt: skip
+            turn = next(free, len(holders))
+            if turn == len(holders):
+                holders.append([])
+            holders[turn].append(k)
+            out.append(turn)
+        return out
+
+
+def inputs_of(item: Fused) -> tuple[str, ...]:
+    """The activations that an operator reads."""
+    if isinstance(item, FusedEmbedding):
+        return ()
+    if isinstance(item, FusedAttention):
+        return (item.qkv,)
+    if isinstance(item, FusedMatmul | FusedNorm | FusedExchange):
+        return (item.input,) if item.residual is None else (item.input, item.residual)
+    return item.inputs
+
+
+def _union(table: dict[str, int], names: Sequence[str]) -> int:
+    out = 0
+    for name in names:
+        out |= table.get(name, 0)
+    return out

@@ -37,7 +37,7 @@ def kernel_source(
         "// Generated: a list of task variants. The algorithms are in the headers.",
         f'#include "{ABI_HEADER}"',
         f'#include "megakernel/device/{target.backend}.h"',
-        *([f'#include "megakernel/device/{target.backend}_peer.h"'] if ranks > 1 else []),
+        f'#include "megakernel/device/{target.backend}_peer.h"',
         *(f'#include "megakernel/tasks/{name}.cuh"' for name in files),
         *(f'#include "{path}"' for path in outside),
         "#include MEGAKERNEL_DRIVER",  # of the device: how its workers play their roles

@@ -39,7 +39,7 @@ from megakernel.tasks import (
     receive,
     sample,
 )
-from megakernel.tasks.push import FLOAT_BYTES, STAMPED_BYTES
+from megakernel.tasks.push import FLOAT_BYTES, STAMPED_BYTES, exchange_sizes
 from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS
 from megakernel.tasks.task import DType, TaskNode, all_operators
 
@@ -132,6 +132,8 @@ class _Lowering:
     heads: dict[str, HeadOrder] = field(default_factory=dict)  # of tensors of q, k and v
     outputs: dict[str, HeadOrder] = field(default_factory=dict)  # of padded outputs of attentions
     exchanges: Exchanges = field(default_factory=Exchanges)
+    sums: dict[str, FusedExchange] = field(default_factory=dict)  # over ranks, by what each rank gives
+    senders: dict[str, TaskNode] = field(default_factory=dict)  # products that send their outputs, by these
 
     def run(self) -> Lowered:
         self._inputs()
@@ -141,6 +143,7 @@ class _Lowering:
         self.exchanges = Exchanges.of(fused, self.graph, self.limits.max_rows, self.limits.sampled_rows, element)
         if self.target.value_edges and self.exchanges.ranks > 1:
             self.exchanges = self.exchanges.with_best(self.limits.max_rows, self.target.workers)
+        self.sums = {f.input: f for f in fused if isinstance(f, FusedExchange) and not f.join}
         for item in fused:
             if isinstance(item, FusedEmbedding):
                 self._embedding(item)
@@ -248,16 +251,36 @@ class _Lowering:
         weight = self._weight(f"{item.name}.weight", kind, rows, k, parts, layout.bytes, order=order, inner=inner)
         bias = self._bias(item, parts, layout.n_padded, glu)
         self._tensor(item.output, n, self.limits.sampled_rows if item.sampled else None)
-        self.nodes.append(
-            matmul.node(
+        sends = self._sends(item, n)
+        made = matmul.node(
                 item.name, n=n, k=k, input=item.input, output=item.output, weight=weight, dtype=self.limits.dtype,
                 tile_n=layout.tile_n, k_unit=layout.k_unit, units=layout.k_padded // layout.k_unit,
                 gamma=self._gamma(f"{item.name}.gamma", item.norm), eps=item.norm.eps if item.norm else 0.0,
                 residual=item.residual, bias=bias, glu=item.activation if glu else None, sampled=item.sampled,
-                scale=item.scale, softcap=item.softcap, activation=None if glu else item.activation, layer=item.layer,
-                rounds=-(-layout.k_padded // ROUND_COLUMNS) if self.target.value_edges else 0,
+                scale=item.scale, softcap=item.softcap, activation=None if glu else item.activation, sends=sends,
+                layer=item.layer, rounds=-(-layout.k_padded // ROUND_COLUMNS) if self.target.value_edges else 0,
                 even=self.target.value_edges and layout.k_unit == EVEN_UNIT,
-            )
+        )  # fmt: skip
+        self.nodes.append(made)
+        if sends is not None:
+            self.senders[item.output] = made
+
+    def _sends(self, item: FusedMatmul, n: int) -> dict[str, int] | None:
+        """Of a product whose elements may go to the peers as they are made: where each says by itself that it is there,
+        and in kernels that store all rows of a step in one way."""
+        total = self.sums.get(item.output)
+        narrow = self.limits.max_rows <= TILE_ROWS or self.target.backend == "cpu"
+        plain = item.norm is None and item.epilogue == "store"
+        if total is None or not (self.target.stamped_links and narrow and plain):
+            return None
+        return self._exchange_sizes(total, n)
+
+    def _exchange_sizes(self, item: FusedExchange, cols: int) -> dict[str, int]:
+        number = self.exchanges.names.index(item.name)
+        return exchange_sizes(
+            cols=cols, exchange=number, exchanges=len(self.exchanges.names), buffer=self.exchanges.buffers[number],
+            rows=self.limits.sampled_rows if item.join else self.limits.max_rows, ranks=item.ranks,
+            stamped=self.target.stamped_links,
         )  # fmt: skip
 
     def _attention(self, item: FusedAttention) -> None:
@@ -298,17 +321,15 @@ class _Lowering:
         self.kv_layers += 1
 
     def _exchange(self, item: FusedExchange) -> None:
-        number = self.exchanges.names.index(item.name)
-        part, cols, ranks = self.tensors[item.input], self.graph.tensor(item.output).cols, item.ranks
-        rows = self.limits.sampled_rows if item.join else self.limits.max_rows
-        sent = push.node(
-            f"{item.name}.push", cols=part.cols, input=item.input, exchange=number,
-            exchanges=len(self.exchanges.names), buffer=self.exchanges.buffers[number], rows=rows, ranks=ranks,
-            tile_cols=self._exchange_tile(part.cols, item.join), sampled=item.join, stamped=self.target.stamped_links,
-            layer=item.layer,
-        )  # fmt: skip
-        self.nodes.append(sent)
-        self._tensor(item.output, cols, rows if item.join else None)
+        part, cols = self.tensors[item.input], self.graph.tensor(item.output).cols
+        sent = self.senders.get(item.input)
+        if sent is None:
+            sent = push.node(
+                f"{item.name}.push", input=item.input, sizes=self._exchange_sizes(item, part.cols),
+                tile_cols=self._exchange_tile(part.cols, item.join), sampled=item.join, layer=item.layer,
+            )  # fmt: skip
+            self.nodes.append(sent)
+        self._tensor(item.output, cols, self.limits.sampled_rows if item.join else None)
         self.nodes.append(
             receive.node(
                 item.name, sent=sent, cols=cols, output=item.output, residual=item.residual,

@@ -67,6 +67,8 @@ MK_INLINE bool take_stamped(Worker& w, const uint64_t* p, uint32_t stamp, float&
   return good;
 }
 
+constexpr bool kAsksAtOnce = false;  // parts of an exchange are taken one after the other
+
 MK_INLINE void settle(const Worker&, bool) {}  // the one lane knows
 
 // No edge of a CPU device is by value.

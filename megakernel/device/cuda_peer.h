@@ -59,6 +59,42 @@ MK_DEVICE bool take_stamped(Worker& w, const uint64_t* p, uint32_t stamp, float&
   return true;
 }
 
+// One element of every rank's part, `own` from this device and the others stamped, `size` apart. All are asked for at once,
+// again and again: a load takes about as long as the element from a peer, so none may wait for another.
+constexpr bool kAsksAtOnce = true;
+
+template <uint32_t kParts>
+MK_DEVICE void take_parts(Worker& w, const float* own, uint32_t rank, const uint64_t* parts, uint64_t size, uint32_t stamp,
+                          uint32_t counter, float (&v)[kParts]) {
+  if constexpr (kChaos) w.random = random_delay(w.random);
+  PatienceOf<true> for_peer;
+  Patience for_own;
+  uint32_t late = rank;  // whose was missing last
+  for (;;) {
+    uint64_t seen[kParts];
+#pragma unroll
+    for (uint32_t k = 0; k < kParts; ++k) seen[k] = k == rank ? load_word(own) : load_system(parts + k * size);
+    uint32_t missing = abi::kNone;
+#pragma unroll
+    for (uint32_t k = 0; k < kParts; ++k) {
+      if (k == rank ? uint32_t(seen[k]) == kInvalid : uint32_t(seen[k] >> 32) != stamp) missing = k;
+      v[k] = as_float(uint32_t(seen[k]));
+    }
+    if (__builtin_expect(missing == abi::kNone, 1)) break;
+    late = missing;
+    if (late != rank) {
+      if (for_peer.turns == 0) trace::wait_begins(w, abi::Role::kConsumer);
+      if (for_peer.over()) give_up(abi::FaultKind::kPeerBudget, counter + missing, 0, stamp);
+    } else if (for_own.over()) {
+      give_up(abi::FaultKind::kValueBudget, abi::kNone, 0, 0);
+    }
+  }
+  if (late != rank) {
+    trace::waited(w, abi::Role::kConsumer, counter + late);
+    trace::ready_now(w, abi::Role::kConsumer);
+  }
+}
+
 MK_DEVICE void settle(const Worker&, bool) {}  // who got no element has ended
 
 MK_DEVICE float take(Worker& w, const float* p) { return await(w, p); }

@@ -37,6 +37,29 @@ __device__ __noinline__ float activate(tasks::Activation kind, float v) {
   return tasks::activate<tasks::Activation::kRelu>(v);
 }
 
+// Where a lane's output goes on the peers; of a product that sends nothing, nothing.
+template <bool kSends>
+struct PeerParts {
+  MK_DEVICE PeerParts(const Worker&, const MatrixFields&, uint32_t) {}
+  MK_DEVICE void put(uint64_t, float) const {}
+};
+template <>
+struct PeerParts<true> {
+  uint64_t* part[abi::kRanks];
+  uint32_t stamp;
+
+  MK_DEVICE PeerParts(const Worker& w, const MatrixFields& f, uint32_t column) {
+    const abi::Link& l = *tasks::link(w);
+    stamp = tasks::stamp_of(w, f.residual, l.exchanges);
+#pragma unroll
+    for (uint32_t i = 1; i < abi::kRanks; ++i) part[i] = tasks::sent_at(w, l, i, f.gamma, f.n) + column;
+  }
+  MK_DEVICE void put(uint64_t index, float v) const {
+#pragma unroll
+    for (uint32_t i = 1; i < abi::kRanks; ++i) put_stamped(part[i] + index, v, stamp);
+  }
+};
+
 // Lane = output of a block: tile lane / 8, row lane % 8 of its weights. What can be known before the sums come is.
 template <uint32_t kFlags>
 struct RowStorer {
@@ -58,6 +81,7 @@ struct RowStorer {
     const float* old = tasks::workspace<const float>(w, f.residual) + column;
     float* out = tasks::workspace<float>(w, f.output) + column;
     float* past = before(w, out);
+    const PeerParts<flags.epilogue() == tasks::Epilogue::kSend> peers(w, f, column);
     float bias = 0.0f, before_it = 0.0f;
     if (flags.bias() && lane / 8 < tiles) bias = load_constant(tasks::weights<float>(w, f.bias) + mine * 8 + within);
     if (residual && active) before_it = await(w, old);
@@ -69,6 +93,7 @@ struct RowStorer {
     for (uint32_t r = 0; r < rows; ++r) {
       if (r > 0 && residual && active) before_it = await(w, old + uint64_t(r) * n);
       const float v = finish((total(sums, r, lane) + bias) * scale, before_it);
+      if (active) peers.put(uint64_t(r) * n, v);
       if (active) put(out + uint64_t(r) * n, v);
       if (sampled) {
         const uint64_t largest = Largest::of_warp(active ? Largest::key(v, column) : 0);

@@ -49,6 +49,8 @@ MK_DEVICE bool await_from_peer(Worker& w, Seen seen, Enough enough, uint64_t tar
   }
 }
 
+constexpr bool kAsksAtOnce = false;  // parts of an exchange are taken one after the other
+
 MK_DEVICE void settle(Worker& w, bool good) { w.failed = w.max(int32_t(w.failed || !good)) != 0; }
 
 MK_DEVICE bool await_peer(Worker& w, const uint64_t* p, uint64_t target, uint32_t counter) {

@@ -74,7 +74,7 @@ def path_names(timeline: Timeline, graph: StepGraph) -> Callable[[Part], str]:
 def hop_name(kind: Kind) -> str:
     return {
         Kind.STEP: "step to step", Kind.BETWEEN: "record to record", Kind.COUNTER: "hop by counter",
-        Kind.VALUE: "hop by value", Kind.INSIDE: "role to role",
+        Kind.VALUE: "hop by value", Kind.INSIDE: "role to role", Kind.PEER: "hop to another device",
     }[kind]  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def slack_by_node(timeline: Timeline, graph: StepGraph) -> tuple[NodeSlack, ...]
 
 def edge_of_hop(timeline: Timeline, graph: StepGraph, part: Part) -> Mapping[str, int] | None:
     """For a hop along an edge the event that published last and the edge, None for other parts."""
-    if part.kind not in (Kind.COUNTER, Kind.VALUE):
+    if part.kind not in (Kind.COUNTER, Kind.VALUE, Kind.PEER):
         return None
     for arrival in graph.arrivals.of[part.event]:
         if graph.time[graph.point[arrival.last][PUBLISHED]] == part.begin:

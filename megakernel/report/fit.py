@@ -24,7 +24,7 @@ from megakernel.scheduler.calibration import Calibration
 from megakernel.scheduler.simulate import simulate
 from megakernel.target import Target, find_target
 from megakernel.tasks.record import Role
-from megakernel.timeline import Events, Timeline
+from megakernel.timeline import KINDS, PEER, Events, Timeline
 
 HOP_STEPS = 16  # steps whose edges are looked at
 LEAST_STEPS = 4  # to fit to some and compare with others
@@ -89,7 +89,7 @@ def calibrate(timeline: Timeline, steps: Sequence[Step] | None = None) -> Calibr
                 scale[name], overhead[name] = 0.0, took / int(mine.sum()) / 1e3
     near = sorted(chosen, key=lambda s: abs(s.length - typical(chosen).length))[:HOP_STEPS]
     found = {h.kind: h.median for h in hops(timeline, [arrivals(timeline, s) for s in near], chosen) if h.ns}
-    edges = [ns for kind, ns in found.items() if kind != HEADER]
+    edges = [ns for kind, ns in found.items() if kind not in (HEADER, KINDS[PEER])]
     return Calibration(
         target=target.name, stream_gbps=gbps, worker_gflops=flops, hop_us=max(0.0, max(edges)) / 1e3 if edges else None,
         signal_us=0.0,  # turns at a counter are part of the hops

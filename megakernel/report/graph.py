@@ -30,9 +30,10 @@ class Kind(enum.IntEnum):
     INSIDE = 5  # from one role to another within a worker
     DATA = 6  # from ready to first data
     WORK = 7  # from first data to published
+    PEER = 8  # from published to seen on another device
 
 
-HOPS = (Kind.STEP, Kind.BETWEEN, Kind.COUNTER, Kind.VALUE, Kind.INSIDE)
+HOPS = (Kind.STEP, Kind.BETWEEN, Kind.COUNTER, Kind.VALUE, Kind.INSIDE, Kind.PEER)
 
 
 @dataclass(frozen=True)

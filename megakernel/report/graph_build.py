@@ -11,9 +11,10 @@ from megakernel.report.arrivals import WAITING_ROLES, Arrivals, Source, arrivals
 from megakernel.report.graph import DATA, END, PUBLISHED, READY, ROOT, START, Arc, Kind, StepGraph
 from megakernel.report.steps import ROLES, Step
 from megakernel.tasks.record import Role
-from megakernel.timeline import COUNTER, TIMES, Timeline
+from megakernel.timeline import COUNTER, PEER, TIMES, VALUE, Timeline
 
 UPSTREAM = {Role.CONSUMER: (Role.PRODUCER, Role.LOADER), Role.STORER: (Role.CONSUMER,)}  # within one record
+KIND_OF_EDGE = {COUNTER: Kind.COUNTER, VALUE: Kind.VALUE, PEER: Kind.PEER}
 FEW = 4  # rows of a source that are joined arc by arc
 
 
@@ -126,7 +127,7 @@ class _Builder:
 
     # ------------------------------------------------------------------------------------------ helpers
     def _kind(self, edge: int) -> Kind:
-        return Kind.COUNTER if self.timeline.edges["kind"][edge] == COUNTER else Kind.VALUE
+        return KIND_OF_EDGE[int(self.timeline.edges["kind"][edge])]
 
     def _upstream(self, event: int) -> tuple[Role, ...]:
         return UPSTREAM.get(Role(self.seen.rows[event] % ROLES), ())
@@ -142,7 +143,7 @@ class _Builder:
     def _usual(self) -> tuple[dict[Kind, int], int]:
         """Of each kind the median time from published to seen where that was waited for, and the median time that it
         takes to find that there is nothing to wait for."""
-        hops: dict[Kind, list[int]] = {Kind.COUNTER: [], Kind.VALUE: []}
+        hops: dict[Kind, list[int]] = {kind: [] for kind in KIND_OF_EDGE.values()}
         begin = self.seen.step.begin
         checks = []
         for event, found in enumerate(self.seen.of):

@@ -19,9 +19,10 @@ WIDE = 20
 class HopSamples:
     """Latencies of one kind of edge in ns, ascending, of consumers that were waiting when the last producer published.
 
-    kind: "counter", "value", or "step header" (from the end of a step until a worker has the next one's header).
-    `waits`: how many waits there were of that kind, also those that were over before they began. Below zero, clocks
-    disagree by at least that much, or a wait by value was over before its last element came."""
+    kind: "counter", "value", "peer" (from one device to another), or "step header" (from the end of a step until a
+    worker has the next one's header). `waits`: how many waits there were of that kind, also those that were over before
+    they began. Below zero, clocks disagree by at least that much, or a wait by value was over before its last element
+    came."""
 
     kind: str
     waits: int

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.scheduler.exchanges import exchanges_of
 from megakernel.scheduler.hazards import node_edges
 from megakernel.scheduler.schedule import Placement
 from megakernel.target import Target
@@ -63,9 +64,11 @@ def critical_path(nodes: Sequence[TaskNode], target: Target, context: int) -> Pl
     """List scheduling: the node with the longest way to the end first, each worker filled to the same finish time.
 
     Nodes with fewer tiles than workers go where their inputs were made, unless those workers are busy for longer than
-    a hop takes.
+    a hop takes. A part is sent before the peers' are waited for: they wait for this one.
     """
     before = node_edges(nodes)
+    for ends in exchanges_of(nodes)[0]:
+        before[ends.receiver].add(ends.sender)
     build = _Builder(target.workers)
     free = [0.0] * target.workers
     made: list[dict[int, float]] = [{} for _ in nodes]  # node -> worker -> when its part is done

@@ -4,7 +4,7 @@
 
 namespace megakernel::tasks {
 
-enum class Epilogue { kStore, kResidual, kGlu, kActivate };
+enum class Epilogue { kStore, kResidual, kGlu, kActivate, kSend };
 enum class Activation { kSilu, kGeluTanh, kGelu, kRelu };
 
 struct MatmulConfig {
@@ -161,6 +161,21 @@ struct Matmul {
       }
       dev::store(out + to, y, part);
     });
+    if constexpr (kConfig.epilogue == Epilogue::kSend) send(w, f, s.rows, first, width);
+  }
+
+  // Each lane its own elements of what the group has stored.
+  MK_DEVICE static void send(Worker& w, const Fields& f, uint32_t rows, uint32_t first, uint32_t width) {
+    w.sync();
+    const abi::Link& l = *link(w);
+    const uint32_t stamp = stamp_of(w, f.residual, l.exchanges);
+    const float* out = workspace<const float>(w, f.output);
+    for (uint32_t i = w.lane(); i < rows * width; i += w.lanes()) {
+      const uint64_t index = uint64_t(i / width) * f.n + first + i % width;
+      for (uint32_t k = 1; k < abi::kRanks; ++k) {
+        dev::put_stamped(sent_at(w, l, k, f.gamma, f.n) + index, out[index], stamp);
+      }
+    }
   }
 };
 

@@ -6,6 +6,7 @@
     residual:  output = residual + y
     activate:  output = act(y)
     glu:       output[r, i] = act(gate[r, i]) * up[r, i]; rows of the weights alternate, half a tile of gate, half of up
+    send:      output = y, and every element also goes to the window of every peer, stamped as those of a push
 
 Activations are float32 [rows, cols], sums are float32 in an order that k alone decides (on a processor chains of 128
 columns, added in order); weights are converted to float32 exactly. With `sampled`, row s of the output is row
@@ -23,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.errors import LoweringError
+from megakernel.tasks.push import exchange_of
 from megakernel.tasks.record import NONE, NONE64, Field, Struct
-from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant
+from megakernel.tasks.task import Addresses, Cost, DType, Exchange, Region, Task, TaskNode, Variant
 
 Array = npt.NDArray[Any]
 
@@ -34,6 +36,7 @@ class Epilogue(enum.Enum):
     RESIDUAL = 1
     GLU = 2
     ACTIVATE = 3
+    SEND = 4
 
 
 class Activation(enum.Enum):
@@ -71,10 +74,10 @@ class Matmul(Task):
         (
             Field("weight", "u64", doc="offset in the weights"),
             Field("bias", "u64", doc="f32 [tiles * tile_n], offset in the weights, or kNone64"),
-            Field("gamma", "u64", doc="f32 [k], offset in the weights, or kNone64"),
+            Field("gamma", "u64", doc="f32 [k], offset in the weights, or kNone64; or the buffer it sends to"),
             Field("input", "u32", doc="offset in the workspace: f32 [rows][k]"),
             Field("output", "u32", doc="offset in the workspace: f32 [rows][n]"),
-            Field("residual", "u32", doc="offset in the workspace: f32 [rows][n], or kNone"),
+            Field("residual", "u32", doc="offset in the workspace: f32 [rows][n], or kNone; or the exchange it sends"),
             Field("n", "u32", doc="columns of the output"),
             Field("k", "u32", doc="columns of the input"),
             Field("k_unit", "u32", doc="columns of one unit of the packed weights"),
@@ -101,7 +104,9 @@ class Matmul(Task):
         assert isinstance(node.variant, MatmulConfig)
         elements = float(count * node.variant.tile_n * node.sizes["k_unit"] * node.sizes["units"])
         other = 4.0 * (node.sizes["k"] + count * node.variant.tile_n)
-        return Cost(elements * node.variant.dtype.bytes, other, 2.0 * elements)
+        low, high = _columns(node, first, count)
+        sent = (high - low) * (node.sizes["ranks"] - 1) * node.sizes["element"] if _sends(node) else 0
+        return Cost(elements * node.variant.dtype.bytes, other, 2.0 * elements, link_bytes=float(sent))
 
     @staticmethod
     def by_value(node: TaskNode) -> bool:
@@ -109,18 +114,32 @@ class Matmul(Task):
         return not node.variant.sampled
 
     @staticmethod
+    def sends(node: TaskNode) -> Exchange | None:
+        return exchange_of(node) if _sends(node) else None
+
+    @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
         w, t = node.weights, node.tensors
+        if _sends(node):
+            gamma, residual = node.sizes["buffer"], node.sizes["exchange"]
+        else:
+            gamma = at.weight(w["gamma"]) if "gamma" in w else NONE64
+            residual = at.tensor(t["residual"]) if "residual" in t else NONE
         return {
             "weight": at.weight(w["weight"]),
             "bias": at.weight(w["bias"]) if "bias" in w else NONE64,
-            "gamma": at.weight(w["gamma"]) if "gamma" in w else NONE64,
+            "gamma": gamma,
             "input": at.tensor(t["input"]),
             "output": at.tensor(t["output"]),
-            "residual": at.tensor(t["residual"]) if "residual" in t else NONE,
+            "residual": residual,
             **{key: node.sizes[key] for key in ("n", "k", "k_unit", "units")},
             **{key: node.scalars[key] for key in ("eps", "scale", "softcap")},
         }
+
+
+def _sends(node: TaskNode) -> bool:
+    assert isinstance(node.variant, MatmulConfig)
+    return node.variant.epilogue is Epilogue.SEND
 
 
 def _columns(node: TaskNode, first: int, count: int) -> tuple[int, int]:
@@ -132,8 +151,8 @@ def node(
     name: str, *, n: int, k: int, input: str, output: str, weight: str, dtype: DType, tile_n: int,
     k_unit: int | None = None, units: int = 1, gamma: str | None = None, eps: float = 0.0, residual: str | None = None,
     bias: str | None = None, glu: Activation | str | None = None, sampled: bool = False, scale: float = 1.0,
-    softcap: float = 0.0, activation: Activation | str | None = None, layer: int = -1, rounds: int = 0,
-    even: bool = False,
+    softcap: float = 0.0, activation: Activation | str | None = None, sends: Mapping[str, int] | None = None,
+    layer: int = -1, rounds: int = 0, even: bool = False,
 ) -> TaskNode:  # fmt: skip
     """A matmul with `n` output columns and `k` input columns.
 
@@ -141,7 +160,8 @@ def node(
     columns (default: one unit, k rounded up to even); with `glu` it holds 2 n rows, gate and up interleaved by half
     tiles. `gamma` f32 [k] switches the norm on; `bias` f32 in packed row order, padded to whole tiles. Tensors are
     f32: `input` [rows, k], `output` and `residual` [rows, n]. `residual`, `glu` and `activation` (of the output)
-    exclude each other. `rounds`, `even`: see MatmulConfig. Raises LoweringError.
+    exclude each other. `sends`: the `exchange_sizes` of a plain store without a norm. `rounds`, `even`: see MatmulConfig.
+    Raises LoweringError.
     """
     if glu is not None and (residual is not None or tile_n % 2):
         raise LoweringError(f"matmul {name}: glu takes no residual and an even tile_n, got {residual!r}, {tile_n}")
@@ -149,7 +169,10 @@ def node(
         raise LoweringError(f"matmul {name}: softcap needs a plain store")
     if activation is not None and (glu is not None or residual is not None):
         raise LoweringError(f"matmul {name}: an activation of the output takes no glu and no residual")
+    if sends is not None and (gamma or glu or residual or activation or softcap or sampled or sends["cols"] != n):
+        raise LoweringError(f"matmul {name}: only a plain store of all rows, without a norm, goes to the peers")
     epilogue = Epilogue.GLU if glu is not None else Epilogue.RESIDUAL if residual is not None else Epilogue.STORE
+    epilogue = Epilogue.SEND if sends is not None else epilogue
     epilogue = Epilogue.ACTIVATE if activation is not None else epilogue
     wanted = glu if glu is not None else activation
     kind = Activation.SILU if wanted is None else _activation(name, wanted)
@@ -162,7 +185,7 @@ def node(
         name, Matmul, variant, -(-n // tile_out),
         {"input": input, "output": output, **({} if residual is None else {"residual": residual})},
         {"weight": weight, **{key: value for key, value in optional if value is not None}},
-        {"n": n, "k": k, "k_unit": k_unit or k + k % 2, "units": units, "tile_out": tile_out},
+        {"n": n, "k": k, "k_unit": k_unit or k + k % 2, "units": units, "tile_out": tile_out, **(sends or {})},
         {"eps": eps, "scale": scale, "softcap": softcap}, layer,
     )  # fmt: skip
 

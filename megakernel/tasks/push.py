@@ -17,6 +17,7 @@ from megakernel.tasks.record import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Exchange, Region, Task, TaskNode, Variant, tile_columns
 
 FLOAT_BYTES, STAMPED_BYTES = 4, 8  # of an element in a window
+EXCHANGE_SIZES = ("exchange", "exchanges", "buffer", "rows", "ranks", "element", "cols")  # of a node that sends
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,23 @@ def exchange_of(node: TaskNode) -> Exchange:
     return Exchange(s["exchange"], s["buffer"], s["buffer"] + size, s["element"] == STAMPED_BYTES)
 
 
+def exchange_sizes(
+    *, cols: int, exchange: int, exchanges: int, buffer: int, rows: int, ranks: int, stamped: bool
+) -> dict[str, int]:  # fmt: skip
+    """What a node that sends says of its exchange. `buffer`: byte offset in every window, with room for `rows` rows of
+    `cols` columns of each rank. `exchanges`: how many a step has."""
+    element = STAMPED_BYTES if stamped else FLOAT_BYTES
+    values = (exchange, exchanges, buffer, rows, ranks, element, cols)
+    return dict(zip(EXCHANGE_SIZES, values, strict=True))
+
+
 def node(
-    name: str, *, cols: int, input: str, exchange: int, exchanges: int, buffer: int, rows: int, ranks: int,
-    tile_cols: int, sampled: bool = False, stamped: bool = False, layer: int = -1,
+    name: str, *, input: str, sizes: Mapping[str, int], tile_cols: int, sampled: bool = False, layer: int = -1
 ) -> TaskNode:  # fmt: skip
-    """Tensor `input`: f32 [rows, cols]. `buffer`: byte offset in every window. `exchanges`: how many a step has."""
+    """Tensor `input`: f32 [rows, cols]. `sizes`: the `exchange_sizes`."""
+    cols = sizes["cols"]
     width = min(cols, tile_cols)
-    sizes = {
-        "cols": cols, "tile_cols": width, "exchange": exchange, "exchanges": exchanges, "buffer": buffer, "rows": rows,
-        "ranks": ranks, "element": STAMPED_BYTES if stamped else FLOAT_BYTES,
-    }  # fmt: skip
-    return TaskNode(name, Push, PushConfig(sampled, stamped), -(-cols // width), {"input": input}, {}, sizes, {}, layer)
+    config = PushConfig(sampled, sizes["element"] == STAMPED_BYTES)
+    return TaskNode(
+        name, Push, config, -(-cols // width), {"input": input}, {}, {**sizes, "tile_cols": width}, {}, layer
+    )  # fmt: skip

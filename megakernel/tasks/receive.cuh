@@ -77,24 +77,40 @@ struct Receive {
     return dev::take_stamped(w, parts.stamped(k) + index, stamp, v, counter);
   }
 
+  template <class W>  // dev::Worker; a device that asks for all at once has take_parts
+  MK_DEVICE static bool every_part(
+      W& w, const Fields& f, const Parts& parts, uint64_t index, uint32_t stamp, float (&v)[abi::kRanks]) {
+    if constexpr (dev::kAsksAtOnce) {
+      const uint32_t counter = w.args.counter_count + sender_index(f.exchange, 0);
+      take_parts(w, parts.own + index, parts.rank, parts.stamped(0) + index, parts.size, stamp, counter, v);
+      return true;
+    } else {
+      bool good = true;
+      for (uint32_t k = 0; k < abi::kRanks; ++k) {
+        if (k == parts.rank) {
+          v[k] = dev::take(w, parts.own + index);
+        } else {
+          good = good && element(w, f, parts, k, index, stamp, v[k]);
+        }
+      }
+      return good;
+    }
+  }
+
   MK_DEVICE static void sum_stamped(Worker& w, const Fields& f, const Parts& parts, uint32_t first, uint32_t width) {
     const uint32_t stamp = stamp_of(w, f.exchange, f.exchanges);
     float* out = workspace<float>(w, f.output) + first;
     bool good = true;
     for (uint32_t i = w.lane(); good && i < w.header->rows * width; i += w.lanes()) {
       const uint64_t inside = uint64_t(i / width) * f.cols + i % width, index = inside + first;
-      float y = 0.0f;
-      for (uint32_t k = 0; k < abi::kRanks; ++k) {
-        float v = 0.0f;
-        if (k == parts.rank) {
-          v = dev::take(w, parts.own + index);
-        } else {
-          good = good && element(w, f, parts, k, index, stamp, v);
-        }
-        y = k == 0 ? v : y + v;
-      }
+      float before = 0.0f;  // there since long before the parts
+      if constexpr (kConfig.residual) before = dev::take(w, workspace<const float>(w, f.residual) + index);
+      float v[abi::kRanks] = {};
+      good = every_part(w, f, parts, index, stamp, v);
+      float y = v[0];
+      for (uint32_t k = 1; k < abi::kRanks; ++k) y += v[k];
       y = y * f.scale;
-      if constexpr (kConfig.residual) y += dev::take(w, workspace<const float>(w, f.residual) + index);
+      if constexpr (kConfig.residual) y += before;
       if (good) dev::give(out + inside, y);
     }
     dev::settle(w, good);

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.tasks.push import exchange_of
+from megakernel.tasks.push import EXCHANGE_SIZES, exchange_of
 from megakernel.tasks.record import NONE, Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Exchange, Region, Task, TaskNode, Variant, tile_columns
 
@@ -101,11 +101,11 @@ def node(
     name: str, *, sent: TaskNode, cols: int, output: str, tile_cols: int, residual: str | None = None,
     scale: float = 1.0, layer: int = -1,
 ) -> TaskNode:  # fmt: skip
-    """The other end of the push `sent`. Tensor `output` f32 [rows, cols]: a sum when `cols` are those of a part, else a
-    join; `residual` f32 [rows, cols], of a sum."""
+    """The other end of `sent`, a push or a product that sends by itself. Tensor `output` f32 [rows, cols]: a sum when
+    `cols` are those of a part, else a join; `residual` f32 [rows, cols], of a sum."""
     width = min(cols, tile_cols)
-    s = sent.sizes
-    tensors = {"input": sent.tensors["input"], "output": output}
+    s = {key: sent.sizes[key] for key in EXCHANGE_SIZES}
+    tensors = {"input": sent.tensors["output" if "output" in sent.tensors else "input"], "output": output}
     sizes = {
         **s, "cols": cols, "part_cols": s["cols"], "tile_cols": width, "sent_tiles": sent.tiles,
     }  # fmt: skip

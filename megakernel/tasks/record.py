@@ -584,6 +584,7 @@ LINK = Struct(
         ),
         Field("rank", "u32"),
         Field("part_cols", "u32", doc="columns of each rank's part of the logits"),
+        Field("exchanges", "u32", doc="of a step"),
     ),
     pad_to=128,
     doc="What a device knows of its peers; behind LaunchState, in programs of more than one rank.",

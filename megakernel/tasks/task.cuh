@@ -142,6 +142,12 @@ MK_DEVICE uint32_t stamp_of(const Worker& w, uint32_t exchange, uint32_t exchang
   return uint32_t(w.step * exchanges + exchange) | 0x80000000u;
 }
 
+// Where the i-th peer from this rank on has this rank's part of an exchange, stamped elements [max_rows][cols]. Every rank
+// begins with another one.
+MK_DEVICE uint64_t* sent_at(const Worker& w, const abi::Link& l, uint32_t i, uint64_t buffer, uint32_t cols) {
+  return at<uint64_t>(l.window[(l.rank + i) % abi::kRanks] + buffer) + uint64_t(l.rank) * w.args.max_rows * cols;
+}
+
 MK_DEVICE uint32_t least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 MK_DEVICE uint32_t most(uint32_t a, uint32_t b) { return a > b ? a : b; }
 

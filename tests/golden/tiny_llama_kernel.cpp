@@ -1,6 +1,7 @@
 // Generated: a list of task variants. The algorithms are in the headers.
 #include "megakernel_abi.h"
 #include "megakernel/device/cpu.h"
+#include "megakernel/device/cpu_peer.h"
 #include "megakernel/tasks/advance.cuh"
 #include "megakernel/tasks/attention.cuh"
 #include "megakernel/tasks/combine.cuh"

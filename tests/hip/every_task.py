@@ -59,10 +59,8 @@ def _exchanges() -> list[TaskNode]:
     """Between devices, as these targets do it; with and without a residual, and of logits."""
     found = []
     for sampled, residual in ((False, None), (False, "x"), (True, None)):
-        sent = push.node(
-            f"push {sampled}", cols=96, input="p", exchange=0, exchanges=1, buffer=0, rows=16, ranks=2, tile_cols=64,
-            sampled=sampled, stamped=True,
-        )  # fmt: skip
+        sizes = push.exchange_sizes(cols=96, exchange=0, exchanges=1, buffer=0, rows=16, ranks=2, stamped=True)
+        sent = push.node(f"push {sampled}", input="p", sizes=sizes, tile_cols=64, sampled=sampled)
         found += [] if residual else [sent]
         found.append(
             receive.node(

@@ -14,12 +14,17 @@ import pytest
 
 from megakernel.builder.build import make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
+from megakernel.builder.kernel import variant_text
 from megakernel.device import cuda, cuda_compiler, cuda_peer
 from megakernel.device.device import Device
-from megakernel.errors import DeviceUnavailable
+from megakernel.errors import DeviceUnavailable, LoweringError
 from megakernel.ranks import rank_devices
 from megakernel.scheduler.simulate import simulate
 from megakernel.target import TARGETS, find_target
+from megakernel.tasks import matmul
+from megakernel.tasks.matmul import Matmul
+from megakernel.tasks.push import Push, exchange_sizes
+from megakernel.tasks.task import Addresses, DType, Exchange
 from tests.unit.test_cuda_build import CONFIG, H200, REGISTERS, disassembler, needs_wheels
 
 MULTICAST = re.compile(r"multimem|cuMulticast|MULTICAST|\.multicast::|MULTIMEM")
@@ -65,6 +70,44 @@ def test_elements_carry_stamps_and_edges_of_a_gpu_stay_by_value() -> None:
     assert low.best_offset >= last and low.window_bytes == low.best_offset + 2 * 16 * 132 * 32
     assert low.part_vocab == 512  # of 1003
     assert len(exchanges) == 5 and all(e.stamped for e in exchanges)
+
+
+@pytest.mark.parametrize("name", ["sm_90a", "gfx942"])
+def test_products_send_what_they_make(name: str) -> None:
+    """Where elements are stamped. Only the logits, of which a step needs few rows, have a push of their own."""
+    plan = make_plan(CONFIG, find_target(name), max_context=1024, max_slots=4, tp=2)
+    sent = {n.name: (n, e) for n in plan.lowered.nodes if (e := n.task.sends(n)) is not None}
+    assert len(sent) == len(plan.lowered.exchanges) and [n for n in sent if n.endswith(".push")] == ["logits.push"]
+    at = Addresses(lambda weight: 1, lambda tensor: 2)
+    for node, exchange in sent.values():
+        payload = node.task.payload(node, at)
+        if node.task is Matmul:
+            assert "kSend" in variant_text(node) and exchange.stamped
+            assert (payload["gamma"], payload["residual"]) == (exchange.start, exchange.number)
+            assert node.task.cost(node, 0, node.tiles, 0).link_bytes == 8 * node.sizes["n"]
+    counted = make_plan(CONFIG, find_target("cpu-generic"), max_context=1024, max_slots=4, tp=2, dtype="f32")
+    senders = [n for n in counted.lowered.nodes if n.task.sends(n)]
+    assert len(senders) == len(sent) and all(n.task is Push for n in senders)
+
+
+def test_only_plain_products_send() -> None:
+    sizes = exchange_sizes(cols=64, exchange=0, exchanges=1, buffer=256, rows=16, ranks=2, stamped=True)
+    options: dict[str, Any] = {
+        "n": 64, "k": 64, "input": "x", "output": "y", "weight": "w", "dtype": DType.BF16, "tile_n": 8, "sends": sizes,
+    }  # fmt: skip
+    assert matmul.node("m", **options).task.sends(matmul.node("m", **options)) == Exchange(
+        0, 256, 256 + 2 * 16 * 64 * 8, True
+    )
+    for more in (
+        {"gamma": "g"},
+        {"residual": "r"},
+        {"sampled": True},
+        {"softcap": 3.0},
+        {"activation": "relu"},
+        {"n": 32},
+    ):
+        with pytest.raises(LoweringError, match="only a plain store of all rows"):
+            matmul.node("m", **{**options, **more})
 
 
 @pytest.mark.parametrize("name", ["sm_90a", "gfx942"])

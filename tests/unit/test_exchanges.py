@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from megakernel.builder.build import Plan, make_plan
-from megakernel.errors import ScheduleError
+from megakernel.builder.exchange import SentAfter
+from megakernel.builder.fuse import FusedExchange, FusedMatmul
+from megakernel.errors import LoweringError, ScheduleError
+from megakernel.scheduler.assign import POLICIES
 from megakernel.scheduler.exchanges import exchanges_of
 from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.verify import verify
 from megakernel.target import find_target
+from tests.gpu.machine import MODELS
 
 CONFIG: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96, "intermediate_size": 192,
@@ -93,3 +97,59 @@ def test_windows_hold_every_counter_and_buffer() -> None:
         ends = [e for n in low.nodes if (e := n.task.sends(n))]
         assert low.ranks == tp and max(e.stop for e in ends) <= low.window_bytes
         assert min(e.start for e in ends) >= 128 + len(ends) * tp * 128
+
+
+# Heads that no such number of devices can share.
+REFUSED = {("tiny-gemma2", 8), ("tiny-llama", 8), ("tiny-neox", 8)}
+
+
+@pytest.mark.parametrize(
+    "target, workers", [("sm_90a", 132), ("sm_90a", 7), ("sm_120a", 170), ("gfx942", 304), ("cpu-generic", 64)]
+)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_model_is_safe_on_every_number_of_devices(name: str, target: str, workers: int) -> None:
+    """Few workers prove too much: a worker that receives first sends later, whatever the numbers depend on."""
+    machine = find_target(target).with_workers(workers)
+    for tp in (2, 4, 8):
+        if (name, tp) in REFUSED:
+            with pytest.raises(LoweringError, match="expected a number of devices that divides the KV heads"):
+                make_plan(MODELS[name], machine, tp=tp, max_context=1024, max_slots=4)
+            continue
+        made = make_plan(MODELS[name], machine, tp=tp, max_context=1024, max_slots=4)
+        assert made.counted is not None and len(exchanges_of(made.counted.nodes)[0]) == len(buffers(made.counted))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_sends_before_it_waits_for_the_others(policy: str) -> None:
+    for target in ("sm_90a", "cpu-generic"):
+        make_plan(MODELS["tiny-qwen3"], find_target(target), tp=2, policy=policy, max_context=1024, max_slots=4)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_parallel_residuals_are_safe_in_every_order(policy: str) -> None:
+    """Attention and MLP of a layer read the same input, so neither knows that the other's part has been read."""
+    made = make_plan(MODELS["tiny-neox"], find_target("sm_90a"), tp=2, policy=policy, max_context=1024, max_slots=4)
+    at = buffers(made.schedule)
+    assert made.counted is not None and len(at) == 7 and len(set(at)) == 4
+    with pytest.raises(ScheduleError, match=r"layers.1.mlp_output.part writes over .* earlier in the step"):
+        verify(moved(made.counted, {3: at[1]}), made.memory.at)
+
+
+def test_what_a_rank_knows_when_it_sends() -> None:
+    """x0 -> a, b -> x1 = sums of both -> c: c is sent after both were received, b is not sent after a was."""
+
+    def product(name: str, source: str) -> FusedMatmul:
+        return FusedMatmul(name, source, (), (), name, 0)
+
+    def total(name: str, source: str, residual: str) -> FusedExchange:
+        return FusedExchange(name, source, name, 0, 2, residual=residual)
+
+    parallel = (product("a", "x0"), total("xa", "a", "x0"), product("b", "x0"), total("x1", "b", "xa"))
+    known = SentAfter.of((*parallel, product("c", "x1"), total("x2", "c", "x1")))
+    assert known.masks == (0b00, 0b00, 0b11)
+    assert known.turns() == [0, 1, 2]  # when c is sent a peer may not have read a: nothing that it sent says so
+    chain = [product("p0", "x0"), total("x1", "p0", "x0")]
+    for i in range(1, 5):
+        chain += [product(f"p{i}", f"x{i}"), total(f"x{i + 1}", f"p{i}", f"x{i}")]
+    known = SentAfter.of(chain)
+    assert known.masks == tuple((1 << i) - 1 for i in range(5)) and known.turns() == [0, 1, 0, 1, 2]
