@@ -160,8 +160,8 @@ def node(
     columns (default: one unit, k rounded up to even); with `glu` it holds 2 n rows, gate and up interleaved by half
     tiles. `gamma` f32 [k] switches the norm on; `bias` f32 in packed row order, padded to whole tiles. Tensors are
     f32: `input` [rows, k], `output` and `residual` [rows, n]. `residual`, `glu` and `activation` (of the output)
-    exclude each other. `sends`: the `exchange_sizes` of a plain store without a norm. `rounds`, `even`: see MatmulConfig.
-    Raises LoweringError.
+    exclude each other. `sends`: the `exchange_sizes` of a plain store without a norm. `rounds` and `even`: see
+    MatmulConfig. Raises LoweringError.
     """
     if glu is not None and (residual is not None or tile_n % 2):
         raise LoweringError(f"matmul {name}: glu takes no residual and an even tile_n, got {residual!r}, {tile_n}")
