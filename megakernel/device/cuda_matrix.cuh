@@ -224,8 +224,7 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
     if (!c.has_input()) c.look(tasks::least(units * tasks::least(record.tile_count, kBlockTiles), kLookStages));
   }
   input.begin(c, f, share, flags);
-  if constexpr (trace::kOn) c.await();
-  trace::data(w, abi::Role::kConsumer);
+  trace::first_stage(c);
 #pragma unroll 1
   for (uint32_t left = record.tile_count;;) {
     Chains d[kBlockTiles] = {};
