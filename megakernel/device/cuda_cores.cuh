@@ -124,7 +124,6 @@ struct Loader {
     if (index() == 0) store_volatile(&block().asking, 1);
   }
   MK_DEVICE void end() {
-    trace::end(w, abi::Role::kLoader);
     __syncwarp();
     if (index() == 0) store_volatile(&block().asking, 0);
     if (w.warp_lane() == 0) barrier_arrive(&block().input_full);

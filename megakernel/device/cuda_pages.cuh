@@ -123,8 +123,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
     c.take_input();
-    trace::ready_now(w, abi::Role::kConsumer);
     Items item(*w.header, f, *reinterpret_cast<const Item*>(block().item));
+    if (!item.none()) trace::ready_now(w, abi::Role::kConsumer);
     LoadedHeads loaded;
     uint32_t merges = 0;  // of what the loaders have lent
     bool fresh = true;    // the loaders have lent what the next block wants
