@@ -38,18 +38,16 @@ class Clock:
     @staticmethod
     def of(steps: Table, records: Table) -> Clock:
         """`steps`: at least one, ascending."""
-        origin, first = int(steps["ready_ns"][0]), int(steps["ready"][0])
-        whole, read = steps[steps["end"] != 0], records[records["clock"] != 0]
-        at = steps[np.searchsorted(steps["step"], read["step"])]
-        ticks = np.concatenate([steps["ready"], whole["end"], _whole(read["clock"], at["ready"])])
-        ns = np.concatenate(
-            [steps["ready_ns"], whole["end_ns"], at["ready_ns"] + _apart(read["clock_ns"], at["ready_ns"])]
-        )
+        origin, first = int(steps["clock_ns"].min()), int(steps["clock"].min())
+        at = steps[np.searchsorted(steps["step"], records["step"])]
+        ticks = np.concatenate([steps["clock"], _whole(records["clock"], at["clock"])])
+        ns = np.concatenate([steps["clock_ns"], at["clock_ns"] + _apart(records["clock_ns"], at["clock_ns"])])
         order = np.argsort(ticks, kind="stable")
         x = (ticks[order].astype(np.int64) - first).astype(np.float64)
         y = (ns[order].astype(np.int64) - origin).astype(np.float64)
-        rate = float(y[-1] / x[-1]) if x[-1] > 0 and y[-1] > 0 else 1.0
-        return Clock(x + first, y, origin, rate, float(np.abs(y - x * rate).max()))
+        apart, took = x[-1] - x[0], y[-1] - y[0]
+        rate = float(took / apart) if apart > 0 and took > 0 else 1.0
+        return Clock(x + first, y, origin, rate, float(np.abs(y - y[0] - (x - x[0]) * rate).max()))
 
     def at(self, ticks: Ticks) -> Ticks:
         """Nanoseconds of the shared clock; 0 stays 0. Outside of the readings at the mean rate."""
@@ -72,7 +70,8 @@ def events_of_marks(worker: int, queue: Table, marks: Table, passes: Table) -> t
     ends = queue["opcode"] == OPCODE_END
     count = int(np.argmax(ends)) if ends.any() else len(queue)
     records = marks[~is_step & np.isin(marks["step"], steps["step"])]
-    passes = passes[np.isin(passes["step"], steps["step"]) & (passes["record"] < count)]
+    records = records[np.lexsort((records["record"], records["step"]))]
+    passes = passes[np.isin(passes["step"], steps["step"]) & (passes["ready"] != 0)]
     clock = Clock.of(steps, records)
     records = records[records["record"] < count]
     out = np.concatenate([*_roles(queue, records, steps), _producer(queue, passes, steps)])
@@ -86,17 +85,17 @@ def events_of_marks(worker: int, queue: Table, marks: Table, passes: Table) -> t
 
 def _steps(steps: Table, clock: Clock) -> Table:
     out = _empty(len(steps), Role.CONTROL)
-    cut = steps["end"] == 0
     out["record"] = out["node"] = NONE
     out["tile_begin"], out["tile_count"], out["step"] = steps["rows"], steps["context"], steps["step"]
-    out["start"], out["ready"], out["first_data"] = clock.at(steps["start"]), steps["ready_ns"], steps["ready_ns"]
-    out["end"] = out["published"] = out["longest_wait"] = np.where(cut, 0, steps["end_ns"])
+    out["start"], out["ready"], end = (clock.at(steps[n]) for n in ("start", "ready", "end"))
+    out["first_data"], out["end"], out["published"], out["longest_wait"] = out["ready"], end, end, end
     return out
 
 
 def _roles(queue: Table, records: Table, steps: Table) -> tuple[Table, Table, Table]:
     """Consumers, storer and loader of every record."""
-    base = steps["ready"][np.searchsorted(steps["step"], records["step"])]
+    at = np.searchsorted(steps["step"], records["step"])
+    base, begin = steps["clock"][at], steps["ready"][at]
     ready, data, done, seen, sums, out = (
         _whole(records[n], base) for n in ("ready", "data", "done", "seen", "sums", "out")
     )
@@ -105,18 +104,18 @@ def _roles(queue: Table, records: Table, steps: Table) -> tuple[Table, Table, Ta
     counter = np.where(records["wait"] & HALF == HALF, NONE, records["wait"] & HALF)
 
     consumers = _of_records(queue, records, Role.CONSUMER)
-    consumers["start"] = _before(done, base)
+    consumers["start"] = _before(done, begin)
     consumers["ready"], consumers["first_data"] = ready, data
     consumers["published"] = np.where(~stored & (out != 0) & (done != 0), out, done)
 
     storer = _of_records(queue, records, Role.STORER)
     storer["ready"], storer["published"] = sums, np.where(done != 0, out, 0)
-    storer["start"] = _before(np.where(stored, out, 0), base)
+    storer["start"] = _before(np.where(stored, out, 0), begin)
 
     loader = _of_records(queue, records, Role.LOADER)
     lent = np.where(ready != 0, np.maximum(ready, seen), 0)
     loader["ready"], loader["published"] = seen, lent
-    loader["start"] = _before(np.where(loaded, lent, 0), base)
+    loader["start"] = _before(np.where(loaded, lent, 0), begin)
     for table, mine in ((consumers, ~loaded), (loader, loaded)):
         waited = mine & (length != 0)
         table["longest_wait"][waited], table["longest_wait_counter"][waited] = length[waited], counter[waited]
@@ -125,16 +124,15 @@ def _roles(queue: Table, records: Table, steps: Table) -> tuple[Table, Table, Ta
 
 def _producer(queue: Table, passes: Table, steps: Table) -> Table:
     place = np.searchsorted(steps["step"], passes["step"])
-    ready, done = (_whole(passes[n], steps["ready"][place]) for n in ("ready", "done"))
+    ready, done = (_whole(passes[n], steps["clock"][place]) for n in ("ready", "done"))
     out = _of_records(queue, passes, Role.PRODUCER)
-    first = np.where(ready != 0, ready, done)
-    out["start"][1:] = np.minimum(done[:-1], first[1:])
-    out["start"][:1] = first[:1]
+    out["start"][1:] = np.minimum(done[:-1], ready[1:])
+    out["start"][:1] = ready[:1]
     # The first of a step may be the first of a launch, before which there was nothing.
     fresh = (
         np.concatenate([[True], np.diff(passes["step"].astype(np.int64)) != 0]) if len(passes) else np.zeros(0, bool)
     )
-    begun = np.minimum(np.maximum(out["start"], steps["start"][place]), first)
+    begun = np.minimum(np.maximum(out["start"], steps["start"][place]), ready)
     out["start"][fresh] = begun[fresh]
     out["ready"], out["published"] = ready, done
     return out

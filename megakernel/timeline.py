@@ -145,7 +145,7 @@ class Timeline:
         do not count, nor do roles that may have nothing to do with one."""
         optional = {task.name for task in all_tasks().values() if task.idles}
         always = [i for i, node in enumerate(self.nodes) if node.task not in optional]
-        counted = np.isin(self.tasks["node"], always) & ~np.isin(self.tasks["role"], (Role.LOADER, Role.STORER))
+        counted = np.isin(self.tasks["node"], always) & np.isin(self.tasks["role"], (Role.WORKER, Role.CONSUMER))
         numbers, counts = np.unique(self.tasks["step"][counted], return_counts=True)
         tasks = dict(zip(numbers.tolist(), counts.tolist()))
         most = max(tasks.values(), default=0)

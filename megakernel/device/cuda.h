@@ -300,11 +300,13 @@ struct Worker {
     __syncwarp();
   }
 
-  // What recording asks: places of records in the block, the one at work, and whose waits for counters count.
+  // What recording asks: places of records in the block, the one at work, that of the consumers, and whose waits for
+  // counters count.
   static constexpr uint32_t kPlaces = kRecords;
   MK_DEVICE trace::Stamps<kRecords>& stamps() const { return block().stamps; }
   MK_DEVICE uint32_t index_in(uint32_t place) const { return block().record_at[place]; }
   MK_DEVICE uint32_t record_offset() const { return shared_address(record) - shared_address(block().record); }
+  MK_DEVICE uint32_t consumed() const { return block().state[0].record ? block().state[0].record_index : abi::kNone; }
   MK_DEVICE bool speaks() const { return warp_lane() == 0 && (warp() == 0 || warp() == kLoaderWarp); }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }

@@ -148,7 +148,7 @@ __device__ __noinline__ void store_rows() {
   for (uint32_t first = 0; first < record.tile_count && out.rows > 0; first += kBlockTiles) {
     out.block_of(record.tile_begin + first, tasks::least(kBlockTiles, record.tile_count - first));
   }
-  trace::end(s.w, abi::Role::kStorer);
+  if (flags.sampled()) trace::end(s.w, abi::Role::kStorer);
   if (flags.sampled()) out.put_best(record.tile_count);
   __syncwarp();
   if (s.w.warp_lane() == 0) signal_counter(s.w, record);

@@ -29,11 +29,12 @@ struct Stamps {
   uint32_t passed, producer_ready;  // of the producer: records so far; the one at work has a stage
 };
 
-// What control keeps from the begin of a launch on: of the records it has copied and the step at work.
+// What control keeps from the begin of a launch on.
 struct Scribe {
-  uint64_t written, began, ready, ready_ns, end, end_ns;
-  uint32_t slot, pending, old;  // the next place; places whose words are not copied yet; of the step before
-  uint32_t old_step;            // kNone: it is not recorded
+  uint64_t marks, written;  // where they are, and how many
+  uint64_t began, ready;    // of the step at work
+  uint64_t entry;           // of that step, where its end belongs; 0: it has none yet, or is not recorded
+  uint32_t pending;         // places whose words are not copied yet
 };
 
 // Of a record, whether it has been marked.
@@ -109,8 +110,8 @@ MK_DEVICE uint64_t passes_ring(const W& w) {
 }
 template <class W>
 MK_DEVICE uint32_t* next_marks(const W& w) {
-  const uint64_t index = w.scribe.written & (w.args.trace_capacity - 1);
-  return reinterpret_cast<uint32_t*>(marks_ring(w) + kMarksAt + index * sizeof(abi::TraceMarks));
+  const uint32_t index = uint32_t(w.scribe.written) & (w.args.trace_capacity - 1);
+  return reinterpret_cast<uint32_t*>(w.scribe.marks + index * sizeof(abi::TraceMarks));
 }
 
 // With no recording `trace_last` is 0, which no step is.
@@ -124,134 +125,121 @@ template <class W>
 MK_DEVICE void begin_launch(const W& w) {
   if constexpr (kOn) {
     auto& t = w.scribe;
-    t.written = t.began = t.ready = t.ready_ns = t.end = t.end_ns = 0;
-    t.slot = t.pending = t.old = 0, t.old_step = abi::kNone;
+    t.written = t.began = t.ready = t.entry = 0;
+    t.pending = 0;
+    t.marks = marks_ring(w) + kMarksAt;
     if (w.args.trace == 0) return;
     t.written = reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written;
     w.stamps().passed = uint32_t(reinterpret_cast<abi::TraceRing*>(passes_ring(w))->written);
   }
 }
 
-// Copies the words of the record that was handed over first; they are free again. Beside them go both clocks: those of
-// the processors run at rates that differ and change within a step.
+// Copies the words of the record in a place; they are free again. Beside them go both clocks: those of the processors run
+// at rates that differ and change within a step.
 template <class W>
-MK_DEVICE void copy_marks(const W& w) {
-  auto& t = w.scribe;
-  const uint32_t behind = t.slot + W::kPlaces - t.pending, slot = behind < W::kPlaces ? behind : behind - W::kPlaces;
-  const uint32_t lane = threadIdx.x % 32, step = t.old > 0 ? t.old_step : recorded(w) ? uint32_t(w.step) : abi::kNone;
-  uint32_t* words = w.stamps().word[slot];
+MK_DEVICE void copy_marks(const W& w, uint32_t slot) {
+  const uint32_t lane = threadIdx.x % 32;
   uint32_t clock, ns;
   read_both(clock, ns);
-  if (t.old > 0) clock = 0;  // which may be much later
-  uint32_t word = lane == kRecordAt ? w.index_in(slot) : lane == kStepAt ? step : lane == kClockAt ? clock : ns;
+  uint32_t* words = w.stamps().word[slot];
+  uint32_t word = lane == kRecordAt ? w.index_in(slot) : lane == kStepAt ? uint32_t(w.step) : lane == kClockAt ? clock : ns;
   if (lane < kWords) {
     word = words[lane];
     words[lane] = 0;
   }
-  if (step != abi::kNone) {
+  if (recorded(w)) {
     if (lane <= kClockNsAt) next_marks(w)[lane] = word;
-    ++t.written;
+    ++w.scribe.written;
   }
-  --t.pending;
-  t.old -= t.old > 0;
 }
 
-// The next place is free, and control is about to put another record there; it has.
+// The place is free, and control is about to put another record there; it has.
 template <class W>
-MK_DEVICE void free(const W& w) {
+MK_DEVICE void free(const W& w, uint32_t slot) {
   if constexpr (kOn) {
-    if (w.scribe.pending == W::kPlaces) copy_marks(w);
+    if (w.scribe.pending < W::kPlaces) return;
+    copy_marks(w, slot);
+    --w.scribe.pending;
   }
 }
 template <class W>
 MK_DEVICE void filled(const W& w) {
-  if constexpr (kOn) {
-    auto& t = w.scribe;
-    ++t.pending;
-    t.slot = t.slot + 1 == W::kPlaces ? 0 : t.slot + 1;
-  }
+  if constexpr (kOn) ++w.scribe.pending;
 }
 
-// How much is in the rings.
-template <class W>
-MK_DEVICE void write_counts(const W& w) {
-  auto* passes = reinterpret_cast<abi::TraceRing*>(passes_ring(w));
-  reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written = w.scribe.written;
-  passes->written += int32_t(w.stamps().passed - uint32_t(passes->written));
-}
-
+// The step at work; its end comes later.
 template <class W>
 MK_DEVICE void write_step(const W& w) {
+  if (!recorded(w)) return;
   auto& t = w.scribe;
   uint32_t context = 0;
   for (uint32_t r = 0; r < w.header->rows; ++r) {
     if (w.header->row[r].position >= context) context = w.header->row[r].position + 1;
   }
-  *reinterpret_cast<abi::TraceStep*>(next_marks(w)) = {
-      t.began, t.ready, t.end, t.ready_ns, abi::kNone, uint32_t(w.step), t.end_ns, w.header->rows, context};
+  auto* entry = reinterpret_cast<abi::TraceStep*>(next_marks(w));
+  *entry = {t.began, t.ready, 0, dev::clock_ns(), abi::kNone, uint32_t(w.step), ticks(), w.header->rows, context};
+  t.entry = reinterpret_cast<uint64_t>(entry);
   ++t.written;
+}
+
+// All records of the step are with the roles, the next place is `slot`, and `await` waits for a place to be free. What is
+// left of the step is copied while it ends: at its begin the next one waits for nothing but control.
+template <class W, class Await>
+MK_DEVICE void last_records(W& w, uint32_t slot, uint32_t parity, Await await) {
+  if constexpr (kOn) {
+    write_step(w);
+#pragma unroll 1
+    for (; w.scribe.pending > 1; --w.scribe.pending) {
+      const uint32_t behind = slot + W::kPlaces - w.scribe.pending, place = behind < W::kPlaces ? behind : behind - W::kPlaces;
+      await(w, place, place >= slot ? parity : parity ^ 1);
+      copy_marks(w, place);
+    }
+    w.scribe.pending = 0;  // the end of the queue has no marks
+  }
+}
+
+// How much is in the rings.
+template <class W>
+MK_DEVICE void leave(const W& w) {
+  if constexpr (kOn) {
+    if (w.args.trace == 0) return;
+    reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written = w.scribe.written;
+    reinterpret_cast<abi::TraceRing*>(passes_ring(w))->written = w.stamps().passed;
+  }
 }
 
 // This worker ends before its time: what it is at has no end. By value, so that nothing needs an address before.
 template <class W>
-MK_OUT_OF_LINE void write_cut(uint64_t step, bool within, Scribe t) {
+MK_OUT_OF_LINE void write_cut(uint64_t step, uint32_t running, Scribe t) {
   W w;
   w.begin_step(step);
   w.scribe = t;
-  while (w.scribe.pending > 0) {
-    copy_marks(w);
-    __syncwarp();
+  for (uint32_t slot = 0; slot < W::kPlaces && running; ++slot) {
+    const uint32_t lane = threadIdx.x % 32;
+    const bool marked = lane < kWords && w.stamps().word[slot][lane] != 0;
+    if (__any_sync(0xffffffffu, marked) || w.index_in(slot) == w.consumed()) copy_marks(w, slot);
   }
-  if (within && recorded(w)) {
-    w.scribe.end = 0;
-    w.scribe.end_ns = dev::clock_ns();
-    write_step(w);
-  }
-  if (w.args.trace != 0) write_counts(w);
+  if (running && t.entry == 0) write_step(w);
+  leave(w);
 }
 template <class W>
 MK_DEVICE void cut(const W& w) {
-  if constexpr (kOn) write_cut<W>(w.step, w.scribe.ready > w.scribe.end, w.scribe);
+  if constexpr (kOn) write_cut<W>(w.step, w.scribe.ready > w.scribe.began, w.scribe);
 }
 
-// Control begins to wait for a header; the header is there; all records of the step are done; and others know. With each
-// step come two readings of the one clock that all workers share: by them the host aligns the processors' clocks.
+// Control begins to wait for a header; the header is there; all records of the step are done.
 template <class W>
 MK_DEVICE void await_step(const W& w) {
-  if constexpr (kOn) w.scribe.began = ticks();
+  if constexpr (kOn) w.scribe.began = ticks(), w.scribe.entry = 0;
 }
 template <class W>
 MK_DEVICE void step(const W& w) {
-  if constexpr (kOn) {
-    w.scribe.ready = ticks();
-    w.scribe.ready_ns = dev::clock_ns();
-  }
+  if constexpr (kOn) w.scribe.ready = ticks();
 }
 template <class W>
 MK_DEVICE void step_end(const W& w) {
   if constexpr (kOn) {
-    auto& t = w.scribe;
-    while (t.old > 0) copy_marks(w);  // of a step before that had fewer records than there are places
-    t.end = ticks();
-    t.end_ns = dev::clock_ns();
-    t.old = t.pending, t.old_step = recorded(w) ? uint32_t(w.step) : abi::kNone;
-  }
-}
-template <class W>
-MK_DEVICE void step_told(const W& w) {
-  if constexpr (kOn) {
-    if (!recorded(w)) return;
-    write_step(w);
-    write_counts(w);
-  }
-}
-
-// Control leaves the launch.
-template <class W>
-MK_DEVICE void leave(const W& w) {
-  if constexpr (kOn) {
-    while (w.scribe.pending > 0) copy_marks(w);
-    if (w.args.trace != 0) write_counts(w);
+    if (w.scribe.entry != 0) reinterpret_cast<abi::TraceStep*>(w.scribe.entry)->end = ticks();
   }
 }
 

@@ -223,9 +223,9 @@ MK_DEVICE void run_producer(bool one_step) {
       dispatch<0>(opcode, []<class T>() {
         if constexpr (dev::Core<T>::kProduces) {
           if (!dev::Core<T>::kNeedsHeader || step_runs()) dev::Core<T>::produce();
-          trace::published(dev::Loaded(), abi::Role::kProducer);
         }
       }, Tasks{});
+      trace::published(dev::Loaded(), abi::Role::kProducer);
       if (block().header_known == 2) break;
     }
     if (!step_runs()) break;
@@ -290,6 +290,12 @@ MK_DEVICE bool fetch_header(Worker& w) {
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
+// All have read what is in a place for records; for who wants what they left there.
+MK_DEVICE void await_place(Worker& w, uint32_t slot, uint32_t parity) {
+  auto& b = block();
+  watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.record_empty[slot]), parity); }, abi::FaultKind::kRingBudget);
+}
+
 template <class Tasks>
 MK_DEVICE bool idles(Worker& w, const abi::Record& record) {
   bool out = false;
@@ -325,7 +331,7 @@ MK_DEVICE void run_control(bool one_step) {
       const uint32_t after = last ? 0 : *words_of(w, index + 1);
       watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.record_empty[slot]), parity); },
             abi::FaultKind::kRingBudget);
-      trace::free(w);
+      trace::free(w, slot);
       b.record_at[slot] = index;
       put_word(w, b.record[slot], word);
       word = after;
@@ -337,12 +343,12 @@ MK_DEVICE void run_control(bool one_step) {
         parity ^= 1;
       }
     }
+    trace::last_records(w, slot, parity, await_place);
     watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.step_done), done_parity); }, abi::FaultKind::kRingBudget);
     done_parity ^= 1;
     trace::step_end(w);
     if (w.warp_lane() == 0) queue::end_step(w);
     dev::warp_meets();
-    trace::step_told(w);
     if (one_step) break;
   }
   dev::store_volatile(&b.stop, 1);  // the producer may be in the step that will not be, waiting for room in the ring
