@@ -14,16 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.tasks.record import TRACE_EVENT, Role
-from megakernel.timeline import COUNTER, PEER, TIMES, Alignment, Edges, Events
+from megakernel.timeline import COUNTER, PEER, TIMES, Alignment, Edges, Events, publishers, waiters
 
 Reals = npt.NDArray[np.float64]
 OWN_TICKS = frozenset({"cpu"})  # backends whose ticks are not the shared clock
-WAITING = (Role.WORKER, Role.CONSUMER)  # roles whose `ready` is that a record's dependencies are there
 MOST_READINGS = 256  # of a worker, for the slopes
 MOST_PEERS = 512  # edges between devices whose hops are looked at
 CLOCKS = {
     "cpu": "the core's counter against CLOCK_MONOTONIC",
-    "cuda": "the device's global timer",
+    "cuda": "each multiprocessor's counter, from reading to reading of the device's global timer (steps of 32 ns)",
     "hip": "the device's steady counter",
 }
 
@@ -34,7 +33,7 @@ def align(raw: Events, workers: int, backend: str) -> tuple[Events, Alignment]:
     if not len(events):
         return events, Alignment(CLOCKS[backend], 1e9, (0.0,) * workers, (0.0,) * workers)
     first = int(events["start"].min())
-    readings = [_readings(events[events["worker"] == w], first) for w in range(workers)]
+    readings = _readings([events[events["worker"] == w] for w in range(workers)], first)
     own = backend in OWN_TICKS
     rate = _rate(readings) if own else 1.0
     fits = [_fit(ticks, clock, rate) for ticks, clock in readings]
@@ -55,14 +54,18 @@ def align(raw: Events, workers: int, backend: str) -> tuple[Events, Alignment]:
     return events, Alignment(CLOCKS[backend], 1e9 / rate, tuple((offset - offset[0]).tolist()), drift)
 
 
-def _readings(events: Events, first: int) -> tuple[Reals, Reals]:
-    """Ticks since `first` and nanoseconds of the shared clock, one worker's, in order."""
-    steps = events[events["role"] == Role.CONTROL]
-    begins, ends = steps[steps["first_data"] != 0], steps[steps["longest_wait"] != 0]
-    ticks = np.concatenate([begins["ready"], ends["end"]]).astype(np.int64) - first
-    clock = np.concatenate([begins["first_data"], ends["longest_wait"]]).astype(np.int64)
-    order = np.argsort(ticks, kind="stable")
-    return ticks[order].astype(np.float64), clock[order].astype(np.float64)
+def _readings(events: list[Events], first: int) -> list[tuple[Reals, Reals]]:
+    """Of each worker ticks since `first` and nanoseconds of the shared clock since its first reading, in order."""
+    found: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    for mine in events:
+        steps = mine[mine["role"] == Role.CONTROL]
+        begins, ends = steps[steps["first_data"] != 0], steps[steps["longest_wait"] != 0]
+        ticks = np.concatenate([begins["ready"], ends["end"]]).astype(np.int64) - first
+        clock = np.concatenate([begins["first_data"], ends["longest_wait"]]).astype(np.int64)
+        order = np.argsort(ticks, kind="stable")
+        found.append((ticks[order], clock[order]))
+    origin = min((int(clock.min()) for _, clock in found if len(clock)), default=0)  # a double does not hold it
+    return [(ticks.astype(np.float64), (clock - origin).astype(np.float64)) for ticks, clock in found]
 
 
 def _rate(readings: list[tuple[Reals, Reals]]) -> float:
@@ -89,22 +92,27 @@ def _fit(ticks: Reals, clock: Reals, rate: float) -> tuple[float, float] | None:
 
 
 def worst_hop(events: Events, edges: Edges, most_steps: int = 16) -> float | None:
-    """The shortest time from a publication to the end of a wait for it, over edges of the first steps, not by value."""
+    """The shortest time from a publication to the end of a wait for it, along the edges of the first steps: of waits
+    for counters, and of those for values by a role that sees all of them."""
     worst: float | None = None
     tasks = events[(events["role"] != Role.CONTROL) & (events["published"] != 0)]
+    made, seen = tasks[publishers(tasks)], tasks[waiters(tasks)]
     peers = edges[edges["kind"] == PEER]  # of stamped elements one for each tile
-    by_counter = np.concatenate([edges[edges["kind"] == COUNTER], peers[:: 1 + len(peers) // MOST_PEERS]])
+    edges = np.concatenate([edges[edges["kind"] != PEER], peers[:: 1 + len(peers) // MOST_PEERS]])
     for step in np.unique(tasks["step"])[:most_steps]:
-        of_step = tasks[tasks["step"] == step]
-        by_node = {int(n): of_step[of_step["node"] == n] for n in np.unique(of_step["node"])}
-        for edge in by_counter:
-            made = _touching(by_node, edge, "producer")
-            seen = _touching(by_node, edge, "consumer")
-            seen = seen[np.isin(seen["role"], WAITING)]
-            if len(made) and len(seen):
-                hop = float(int(seen["ready"].min()) - int(made["published"].max()))
+        makers, waiting = (_by_node(part[part["step"] == step]) for part in (made, seen))
+        for edge in edges:
+            found, looked = _touching(makers, edge, "producer"), _touching(waiting, edge, "consumer")
+            if edge["kind"] not in (COUNTER, PEER):
+                looked = looked[looked["role"] == Role.LOADER]
+            if len(found) and len(looked):
+                hop = float(int(looked["ready"].min()) - int(found["published"].max()))
                 worst = hop if worst is None else min(worst, hop)
     return worst
+
+
+def _by_node(events: Events) -> dict[int, Events]:
+    return {int(n): events[events["node"] == n] for n in np.unique(events["node"])}
 
 
 def _touching(by_node: dict[int, Events], edge: Any, side: str) -> Events:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megakernel.builder.build import Plan
 from megakernel.builder.program import Program
-from megakernel.clocks import WAITING, align, worst_hop
+from megakernel.clocks import align, worst_hop
 from megakernel.errors import DeviceFault, TimelineError
 from megakernel.flow_ranks import edges_of_ranks, nodes_of_ranks, on_one_timer
 from megakernel.recording import Recording
@@ -19,11 +19,23 @@ from megakernel.scheduler.by_value import values_of
 from megakernel.scheduler.schedule import Entry, Schedule
 from megakernel.tasks.record import NONE, Role, TraceFlag
 from megakernel.tasks.task import Addresses, TaskNode
-from megakernel.timeline import COUNTER, EDGE, TIMES, VALUE, Edges, Events, Meta, Timeline, TimelineFault, TimelineNode
+from megakernel.timeline import (
+    COUNTER,
+    EDGE,
+    TIMES,
+    VALUE,
+    Edges,
+    Events,
+    Meta,
+    Timeline,
+    TimelineFault,
+    TimelineNode,
+    waiters,
+)
 
 Span = tuple[int, int, int]  # node, first tile, tiles
 ROLES: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("worker",), "hip": ("worker",), "cuda": ("producer", "consumer", "storer"),
+    "cpu": ("worker",), "hip": ("worker",), "cuda": ("producer", "loader", "consumer", "storer"),
 }  # fmt: skip
 
 
@@ -38,6 +50,8 @@ def timeline_of(
     raw = _last_runs(recording.events)
     workers = m.workers * m.ranks
     events, alignment = align(raw, workers, m.backend)
+    if recording.drift_ns:
+        alignment = replace(alignment, drift_ns=recording.drift_ns)
     edges = edges_of(plan.schedule, plan.target.value_edges)
     if m.ranks > 1:
         events, alignment = on_one_timer(events, alignment, plan.schedule.nodes, m)
@@ -95,6 +109,7 @@ def _completed(events: Events, schedule: Schedule, edges: Edges) -> Events:
     cut = events["published"] == 0
     last = np.max([events[name] for name in TIMES], axis=0) if len(events) else np.zeros(0, np.uint64)
     events["flags"][cut] |= np.uint8(TraceFlag.CUT)
+    events["flags"][(events["role"] == Role.CONSUMER) & (events["ready"] == 0) & ~cut] |= np.uint8(TraceFlag.SKIPPED)
     events["end"][cut] = last[cut]
     unmarked = (events["end"] == 0) & ~cut
     events["end"][unmarked] = events["published"][unmarked]
@@ -118,11 +133,11 @@ def _name_waits(events: Events, schedule: Schedule, edges: Edges) -> None:
     """A wait for values is all the time until they were there, for the node that writes them."""
     by_value = edges[edges["kind"] == VALUE]
     source: dict[int, int] = {}
+    waiting = waiters(events) & (events["longest_wait"] == 0) & (events["ready"] > events["start"])
     for edge in by_value:
         source[int(edge["consumer"])] = max(source.get(int(edge["consumer"]), 0), int(edge["producer"]))
     for node, producer in source.items():
-        mine = (events["node"] == node) & (events["longest_wait"] == 0) & np.isin(events["role"], WAITING)
-        mine &= events["ready"] > events["start"]
+        mine = waiting & (events["node"] == node)
         events["longest_wait"][mine] = (events["ready"] - events["start"])[mine]
         events["longest_wait_counter"][mine] = producer
         events["flags"][mine] |= np.uint8(TraceFlag.BY_VALUE)

@@ -38,7 +38,8 @@ def merged(recordings: Sequence[Recording], manifest: Manifest) -> Recording:
         _shift(mine["longest_wait_counter"], rank * counters_of(manifest))
         events.append(mine)
     lost = tuple(count for r in recordings for count in r.lost)
-    return replace(recordings[0], events=np.concatenate(events), lost=lost)
+    drift = tuple(ns for r in recordings for ns in r.drift_ns)
+    return replace(recordings[0], events=np.concatenate(events), lost=lost, drift_ns=drift)
 
 
 def _shift(column: Any, by: int) -> None:

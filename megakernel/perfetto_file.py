@@ -13,10 +13,9 @@ from typing import IO, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.clocks import WAITING
 from megakernel.errors import MissingExtra, TimelineError
 from megakernel.tasks.record import Role, TraceFlag
-from megakernel.timeline import EVENT_COLUMNS, Events, Timeline
+from megakernel.timeline import EVENT_COLUMNS, Events, Timeline, publishers, waiters
 
 Indices = npt.NDArray[np.int64]
 
@@ -235,15 +234,15 @@ def arrows(timeline: Timeline) -> Iterator[_Arrow]:
     events = timeline.events
     source = np.full(len(events), -1, np.int64)
     latest = np.zeros(len(events), np.uint64)  # when it was published
-    made = (events["role"] != Role.CONTROL) & (events["role"] != Role.PRODUCER) & (events["published"] != 0)
-    waits = np.isin(events["role"], WAITING) & ((events["flags"] & TraceFlag.CUT) == 0)
+    made = publishers(events) & (events["published"] != 0)
+    waits = waiters(events) & ((events["flags"] & TraceFlag.CUT) == 0)
     for step in timeline.steps:
         of_step = events["step"] == step
-        makers, waiters = (_by_node(events, np.flatnonzero(of_step & mask)) for mask in (made, waits))
+        makers, waiting = (_by_node(events, np.flatnonzero(of_step & mask)) for mask in (made, waits))
         for edge in timeline.edges.tolist():
             producer, first, count, consumer, begin, length = edge[:6]
             found = _touching(events, makers.get(producer), first, count)
-            seen = _touching(events, waiters.get(consumer), begin, length)
+            seen = _touching(events, waiting.get(consumer), begin, length)
             if len(found) and len(seen):
                 last = found[np.argmax(events["published"][found])]
                 better = seen[latest[seen] < events["published"][last]]

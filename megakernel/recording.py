@@ -1,4 +1,8 @@
-"""The rings of a recording in a device's memory: made and read between launches."""
+"""The rings of a recording in a device's memory: made and read between launches.
+
+Each worker has kTraceRings rings of TraceEvent, one for each role that records. Where roles run side by side it has one
+of TraceMarks and one of TracePass instead, of which events are made here.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,21 @@ import numpy.typing as npt
 from megakernel.builder.program import Manifest
 from megakernel.device.device import Buffer, Device
 from megakernel.errors import FaultReport, TimelineError
-from megakernel.tasks.record import NONE64, TRACE_EVENT, TRACE_RING, TRACE_RINGS
+from megakernel.marks import events_of_marks
+from megakernel.tasks.record import (
+    NONE64,
+    TRACE_EVENT,
+    TRACE_MARKS,
+    TRACE_PASS,
+    TRACE_RING,
+    TRACE_RINGS,
+    Struct,
+)
 
 OPEN_STEPS = 64  # a recording without an end keeps about so many of the newest steps
 MOST_BYTES = 1 << 30
 LEAST_EVENTS = 64  # of a ring
+SIDE_BY_SIDE = frozenset({"cuda"})  # backends whose roles are
 
 
 @dataclass(frozen=True)
@@ -29,31 +43,35 @@ class Recording:
     first: int
     last: int
     fault: FaultReport | None = None
+    drift_ns: tuple[float, ...] = ()  # where times are nanoseconds already: of each worker's clock from a straight line
 
 
 class Recorder:
     """Memory for one recording. `fault` is set by who sees one."""
 
-    def __init__(self, manifest: Manifest, device: Device, first: int, steps: int | None) -> None:
-        """Steps [first, first + steps), or all from `first` on. Raises TimelineError, CapacityError."""
+    def __init__(
+        self, manifest: Manifest, records: npt.NDArray[Any], device: Device, first: int, steps: int | None
+    ) -> None:
+        """Steps [first, first + steps), or all from `first` on. `records`: of the program, by worker. Raises
+        TimelineError, CapacityError."""
         if not manifest.trace:
             raise TimelineError(
                 f"program {manifest.name} was built without the timeline; open the model with trace=True to record"
             )
         if first < 1 or (steps is not None and steps < 1):
             raise TimelineError(f"a recording of {steps} steps after {first - 1}: expected at least one step")
-        self._device, self._workers = device, manifest.workers
+        self._device, self._workers, self._records = device, manifest.workers, records
+        self._rings = rings_of(manifest)
         self.first = first
         self.last = NONE64 if steps is None else first + steps - 1
         self.capacity = ring_capacity(manifest, steps or OPEN_STEPS)
         self.fault: FaultReport | None = None
-        self.buffer: Buffer = device.allocate(self._workers * TRACE_RINGS * self._ring_bytes)
+        self.buffer: Buffer = device.allocate(self._workers * sum(self._bytes(entry) for entry in self._rings))
         if not self.buffer.zeroed:
             device.fill(self.buffer, 0)
 
-    @property
-    def _ring_bytes(self) -> int:
-        return TRACE_RING.size + self.capacity * TRACE_EVENT.size
+    def _bytes(self, entry: Struct) -> int:
+        return TRACE_RING.size + self.capacity * entry.size
 
     def args(self) -> dict[str, int]:
         """Fields of KernelArgs."""
@@ -67,21 +85,35 @@ class Recorder:
         raw = self._device.download(self.buffer, 0, self.buffer.bytes)
         found: list[npt.NDArray[Any]] = []
         lost = [0] * self._workers
-        for index in range(self._workers * TRACE_RINGS):
-            ring = raw[index * self._ring_bytes : (index + 1) * self._ring_bytes]
-            written = int(ring[: TRACE_RING.size].view(TRACE_RING.dtype)["written"][0])
-            events = ring[TRACE_RING.size :].view(TRACE_EVENT.dtype)
-            lost[index // TRACE_RINGS] += max(0, written - self.capacity)
-            at = np.arange(max(0, written - self.capacity), written) & (self.capacity - 1)
-            found.append(events[at])
-        return Recording(np.concatenate(found), tuple(lost), self.first, self.last, self.fault)
+        drift: list[float] = []
+        at = 0
+        for worker in range(self._workers):
+            rings = []
+            for entry in self._rings:
+                ring, at = raw[at : at + self._bytes(entry)], at + self._bytes(entry)
+                written = int(ring[: TRACE_RING.size].view(TRACE_RING.dtype)["written"][0])
+                lost[worker] += max(0, written - self.capacity)
+                kept = np.arange(max(0, written - self.capacity), written) & (self.capacity - 1)
+                rings.append(ring[TRACE_RING.size :].view(entry.dtype)[kept])
+            if self._rings[0] is TRACE_MARKS:
+                events, off = events_of_marks(worker, self._records[worker], *rings)
+                found.append(events)
+                drift.append(off)
+            else:
+                found += rings
+        return Recording(np.concatenate(found), tuple(lost), self.first, self.last, self.fault, tuple(drift))
 
     def close(self) -> None:
         self._device.free(self.buffer)
 
 
+def rings_of(manifest: Manifest) -> tuple[Struct, ...]:
+    """What the rings of a worker hold, in order."""
+    return (TRACE_MARKS, TRACE_PASS) if manifest.backend in SIDE_BY_SIDE else (TRACE_EVENT,) * TRACE_RINGS
+
+
 def ring_capacity(manifest: Manifest, steps: int) -> int:
-    """Events of a ring: a power of two that holds `steps` steps, as far as memory is not taken without measure."""
-    wanted = max(LEAST_EVENTS, manifest.queue_length * steps)
-    most = max(LEAST_EVENTS, MOST_BYTES // (manifest.workers * TRACE_RINGS * TRACE_EVENT.size))
+    """Entries of a ring: a power of two that holds `steps` steps, as far as memory is not taken without measure."""
+    wanted = max(LEAST_EVENTS, (manifest.queue_length + 1) * steps)  # of a step itself there is one too
+    most = max(LEAST_EVENTS, MOST_BYTES // (manifest.workers * sum(entry.size for entry in rings_of(manifest))))
     return 1 << ((wanted - 1).bit_length() if wanted <= most else most.bit_length() - 1)

@@ -352,7 +352,7 @@ class Runtime:
             raise TimelineError("a recording runs already; stop it before another is started")
         if skip < 0:
             raise TimelineError(f"a recording that skips {skip} steps: expected 0 or more")
-        self._recorder = Recorder(self.manifest, self.device, self._step + 1 + skip, steps)
+        self._recorder = Recorder(self.manifest, self.program.records, self.device, self._step + 1 + skip, steps)
 
     def stop_recording(self) -> Recording:
         """What was recorded, also when a fault or a reset ended it. Between launches. Raises TimelineError."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.columns import pack, unpack
 from megakernel.errors import TimelineError
 from megakernel.tasks.record import NONE, TRACE_EVENT, Role, TraceFlag
 from megakernel.tasks.task import all_tasks
@@ -25,7 +26,7 @@ from megakernel.tasks.task import all_tasks
 Events = npt.NDArray[Any]  # structured, TRACE_EVENT.dtype
 Edges = npt.NDArray[Any]  # structured, EDGE
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 FORMAT: Final = "megakernel timeline"
 TIMES: Final = ("start", "ready", "first_data", "end", "published")
 COUNTER, VALUE, PEER = 0, 1, 2  # kinds of an edge
@@ -37,6 +38,7 @@ EDGE: Final = np.dtype(
         ("kind", "u1"), ("counter", "<u4"),
     ]
 )  # fmt: skip
+PACKED_FROM: Final = 10_000  # events; a file with fewer has them as lists of numbers
 EVENT_COLUMNS: Final = tuple(f.name for f in TRACE_EVENT.fields)
 
 
@@ -147,10 +149,11 @@ class Timeline:
     @cached_property
     def complete_steps(self) -> tuple[int, ...]:
         """Steps of which no event is missing: not cut by a fault, nothing lost. Records that may be left out of a step
-        do not count."""
+        do not count, nor do roles that may have nothing to do with one."""
         optional = {task.name for task in all_tasks().values() if task.idles}
         always = [i for i, node in enumerate(self.nodes) if node.task not in optional]
-        numbers, counts = np.unique(self.tasks["step"][np.isin(self.tasks["node"], always)], return_counts=True)
+        counted = np.isin(self.tasks["node"], always) & np.isin(self.tasks["role"], (Role.WORKER, Role.CONSUMER))
+        numbers, counts = np.unique(self.tasks["step"][counted], return_counts=True)
         tasks = dict(zip(numbers.tolist(), counts.tolist()))
         most = max(tasks.values(), default=0)
         numbers, counts = np.unique(self.worker_steps["step"], return_counts=True)
@@ -183,7 +186,8 @@ class Timeline:
 
     # ------------------------------------------------------------------------------------------ files
     def to_json(self) -> str:
-        """One JSON object: columns of events and edges, rows of nodes."""
+        """One JSON object: columns of events and edges, rows of nodes. Columns of many events are packed (columns.py),
+        and then the moments after the first are counted from it."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -191,9 +195,17 @@ class Timeline:
                 "meta": asdict(self.meta),
                 "nodes": [asdict(n) for n in self.nodes],
                 "edges": {name: self.edges[name].tolist() for name in EDGE.names or ()},
-                "events": {name: self.events[name].tolist() for name in EVENT_COLUMNS},
+                "events": self._event_columns(),
             }
         )
+
+    def _event_columns(self) -> dict[str, Any]:
+        if len(self.events) < PACKED_FROM:
+            return {name: self.events[name].tolist() for name in EVENT_COLUMNS}
+        start = self.events["start"]
+        return {
+            name: pack(self.events[name] - start if name in TIMES[1:] else self.events[name]) for name in EVENT_COLUMNS
+        }
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write JSON to `path`, all or nothing. Raises TimelineError when it cannot be written."""
@@ -238,6 +250,32 @@ class Timeline:
             raise TimelineError(f"{where} misses or adds a field ({e}); record it again") from e
 
 
+# ---------------------------------------------------------------------------------------------- roles of a record
+def waiters(events: Events) -> npt.NDArray[np.bool_]:
+    """Of each event whether its `ready` ends a wait along the record's edges: that of the loader where there is one."""
+    mine = np.isin(events["role"], (Role.WORKER, Role.CONSUMER)) & ~_beside(events, Role.LOADER)
+    out: npt.NDArray[np.bool_] = (mine | (events["role"] == Role.LOADER)) & ((events["flags"] & TraceFlag.SKIPPED) == 0)
+    return out
+
+
+def publishers(events: Events) -> npt.NDArray[np.bool_]:
+    """Of each event whether its `published` is what others wait for: that of the storer where there is one."""
+    mine = np.isin(events["role"], (Role.WORKER, Role.CONSUMER)) & ~_beside(events, Role.STORER)
+    out: npt.NDArray[np.bool_] = mine | (events["role"] == Role.STORER)
+    return out
+
+
+def _beside(events: Events, role: Role) -> npt.NDArray[np.bool_]:
+    """Whether this role has an event of the same record, worker and step."""
+    there: npt.NDArray[np.bool_] = events["role"] == role
+    if not there.any():
+        return there
+    place = events["worker"].astype(np.uint64) << np.uint64(16) | events["record"].astype(np.uint64) & np.uint64(0xFFFF)
+    key = events["step"].astype(np.uint64) << np.uint64(32) | place
+    out: npt.NDArray[np.bool_] = np.isin(key, key[there])
+    return out
+
+
 def _decode(raw: Mapping[str, Any]) -> Timeline:
     meta = dict(raw["meta"])
     alignment = dict(meta["alignment"])
@@ -263,10 +301,14 @@ def _columns(raw: Mapping[str, Any], dtype: np.dtype[Any], what: str) -> npt.NDA
     names = set(dtype.names or ())
     if set(raw) != names:
         raise KeyError(f"{what}: columns {', '.join(sorted(set(raw) ^ names))}")
-    lengths = {len(column) for column in raw.values()}
+    whole = {n: unpack(c, dtype[n]) if isinstance(c, str) else np.asarray(c, dtype[n]) for n, c in raw.items()}
+    lengths = {len(column) for column in whole.values()}
     if len(lengths) > 1:
         raise ValueError(f"{what}: columns of {sorted(lengths)} rows")
     out = np.zeros(lengths.pop() if lengths else 0, dtype)
     for name in names:
-        out[name] = np.asarray(raw[name], dtype[name])
+        out[name] = whole[name]
+    for name in TIMES[1:]:
+        if isinstance(raw.get(name), str):
+            out[name] += out["start"]
     return out

@@ -11,7 +11,7 @@
 
 #include "megakernel/device/cuda_ptx.h"
 #include "megakernel/device/cuda_values.h"
-#include "megakernel/device/trace.cuh"
+#include "megakernel/device/cuda_trace.cuh"
 
 namespace megakernel::dev {
 
@@ -123,7 +123,7 @@ struct alignas(128) Block {
   uint32_t header_known;     // to the producer, of its step: 0 not yet, 1 it runs, 2 the launch ends
   uint32_t failed;           // a task of this worker has reported a fault
   uint32_t dropped;          // the signal that a test wants lost has been lost
-  [[no_unique_address]] trace::RoleTracers tracers;
+  [[no_unique_address]] trace::Stamps<kRecords> stamps;
 };
 static_assert(sizeof(Block) <= MEGAKERNEL_SHARED_BYTES, "a block's shared memory");
 
@@ -172,7 +172,7 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     b.words.kind = abi::FaultKind::kNone;
     b.posted = ~uint64_t(0);
     b.known_pages.step = 0;
-    trace::begin(b.tracers);
+    trace::begin(b.stamps);
   }
   fence_shared_for_copies();
   __syncthreads();
@@ -272,6 +272,7 @@ struct Worker {
   const abi::Record* record = nullptr;
   uint32_t record_index = 0;
   uint32_t group_parity = 0, turn = 0, random;
+  [[no_unique_address]] mutable trace::Scribe scribe;  // of control
 
   MK_DEVICE Worker() : args(block().args), id(blockIdx.x), random(0) {}
   MK_DEVICE void seed() {
@@ -298,9 +299,14 @@ struct Worker {
     __syncwarp();
   }
 
-  // The first warp speaks for the consumers; the loaders do not record.
-  MK_DEVICE bool traces() const { return warp_lane() == 0 && (warp() == 0 || warp() - kConsumers < kLoaderWarp - kConsumers); }
-  MK_DEVICE trace::Tracer& tracer(abi::Role role) const { return block().tracers.of(role); }
+  // What recording asks: places of records in the block, the one at work, that of the consumers, and whose waits for
+  // counters count.
+  static constexpr uint32_t kPlaces = kRecords;
+  MK_DEVICE trace::Stamps<kRecords>& stamps() const { return block().stamps; }
+  MK_DEVICE uint32_t index_in(uint32_t place) const { return block().record_at[place]; }
+  MK_DEVICE uint32_t record_offset() const { return shared_address(record) - shared_address(block().record); }
+  MK_DEVICE uint32_t consumed() const { return block().state[0].record ? block().state[0].record_index : abi::kNone; }
+  MK_DEVICE bool speaks() const { return warp_lane() == 0 && (warp() == 0 || warp() == kLoaderWarp); }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
   static constexpr uint32_t lanes() { return kConsumers * 32; }

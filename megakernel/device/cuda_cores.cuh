@@ -13,6 +13,7 @@ struct Producer {
   Ring head, tail;
   uint32_t in_flight;
   uint64_t policy = streaming_policy();
+  [[no_unique_address]] trace::Once once;
 
   MK_DEVICE void load() {
     w.load();
@@ -34,7 +35,7 @@ struct Producer {
     }
     ++in_flight;
     w.watch_barrier(&b.empty[head.slot], head.parity ^ 1);
-    trace::ready(w, abi::Role::kProducer);
+    trace::ready(w, abi::Role::kProducer, once);
     b.copying[head.slot] = uint8_t(2 + head.parity);
     copy_to_shared(b.ring[head.slot], from, bytes, &b.full[head.slot], policy);
     head.next();
@@ -161,9 +162,9 @@ MK_DEVICE void wait_counters(Worker& w, const abi::Record& record) {
 #pragma unroll 1
   for (uint32_t i = 0; i < record.wait_count; ++i) {
     const abi::Wait& wait = record.waits[i];
-    trace::wait_begins(w, abi::Role::kConsumer);
+    const uint32_t began = trace::now();
     w.wait(counter_of(w, wait.counter), wait.count * w.step, abi::FaultKind::kWaitBudget, wait.counter);
-    trace::waited(w, abi::Role::kConsumer, wait.counter);
+    trace::waited(w, began, wait.counter);
   }
 }
 
@@ -202,7 +203,7 @@ struct Core {
     const abi::Record& record = *c.w.record;
     wait_counters(c.w, record);
     c.take_input();
-    trace::ready(c.w, abi::Role::kConsumer);
+    trace::ready_now(c.w, abi::Role::kConsumer);
     T::execute(c.w, record, fields_of<T>(record));
     c.w.sync();
     if (block().failed) asm volatile("exit;");  // nothing after it may go on

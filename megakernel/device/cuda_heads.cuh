@@ -118,6 +118,7 @@ struct HeadLoader : PageShape<kConfig> {
       if (missing) q[0] = load_quad(h.from), q[1] = load_quad(h.from + 4);
       return !__any_sync(0xffffffffu, missing);
     }, abi::FaultKind::kValueBudget, 0);
+    trace::ready_now(l.w, abi::Role::kLoader);
     Eight x;
     x.set(q[0], q[1]);
     return x;

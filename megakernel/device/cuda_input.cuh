@@ -172,6 +172,7 @@ struct RowLoader {
       }
       return false;
     }, abi::FaultKind::kValueBudget, base);
+    trace::ready_now(w, abi::Role::kLoader);
 #pragma unroll
     for (uint32_t i = 0; i < kOctets; ++i) {
       const uint32_t s = i % kShares, o = base + i / kShares * 32 + w.warp_lane();
@@ -221,7 +222,7 @@ struct OneRow {
   MK_DEVICE void begin(Consumer& c, const MatrixFields& f, const Share&, MatrixFlags flags) {
     const RowStash all(f);
     c.take_input();
-    trace::ready(c.w, abi::Role::kConsumer);
+    trace::ready_now(c.w, abi::Role::kConsumer);
     stash = all.share(c.w.warp()) + c.w.warp_lane() % 4 * 16;
     if (flags.norm()) squares = all.squares()[c.w.warp()];
   }

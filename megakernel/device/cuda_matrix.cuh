@@ -260,12 +260,6 @@ struct Held {
   }
 };
 
-template <class Input>
-MK_DEVICE void begin_input(Consumer& c, Input& input, const MatrixFields& f, const Share& share, MatrixFlags flags) {
-  input.begin(c, f, share, flags);
-  trace::data(c.w, abi::Role::kConsumer);
-}
-
 // The loop over a unit of 4 tiles is all that a warp runs for most of a step: it must be short.
 template <bool kHalf, template <bool> class Input>
 MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
@@ -284,16 +278,18 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
   uint32_t unit = 0;
   if (kHigh || tiles == 1 || units == 1) {
     if constexpr (!kHigh) {
-      if (!c.has_input()) c.look(tasks::least(units, kLookStages));
+      if (!c.has_input()) c.look(tasks::least(units * tiles, kLookStages));
     }
     clear_chains(d);
-    begin_input(c, input, f, share, flags);
+    input.begin(c, f, share, flags);
+    trace::first_stage(c);
   } else if constexpr (!kHigh) {
     Held held;
     unit = Held::units(tiles, units);
     held.take(c, places, tiles * unit);
+    trace::data(w, abi::Role::kConsumer);
     if (!c.has_input()) c.look(tasks::least((units - unit) * tiles, kLookStages));
-    begin_input(c, input, f, share, flags);
+    input.begin(c, f, share, flags);
     held.multiply<kHalf>(c, places, input, share, tiles, unit, d);
   }
 #pragma unroll 1

@@ -138,10 +138,10 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
         if (!known) {
           if (taken) c.free_input();
           c.take_input();
+          if (!taken) trace::ready_now(w, abi::Role::kConsumer);
           taken = true;
           merges = 0;
         }
-        trace::ready(w, abi::Role::kConsumer);
         trace::data(w, abi::Role::kConsumer);
         if (mine) put_fresh(w, item, base, stage, run_start);
         attend(c, f, item, base, stage, run_start, merges, first);
@@ -338,6 +338,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   MK_DEVICE static void publish_merged(Worker& w, const Fields& f, const Items& item, uint32_t base, uint32_t rows,
                                        const float2* tops, const float* sums, uint32_t begin, uint32_t count) {
     const uint32_t places = rows > 4 ? 8 : rows > 2 ? 4 : rows, m = w.warp() % places, part = w.warp() / places;
+    trace::end(w, abi::Role::kConsumer);
     if (m >= rows) return;
     const uint32_t q = base + m, row = item.group_row + q / kGroup, position = w.header->row[row].position;
     const uint32_t head = item.head * kGroup + q % kGroup;

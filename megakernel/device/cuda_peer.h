@@ -28,11 +28,11 @@ MK_DEVICE void signal_peer(Worker& w, uint64_t* p, uint64_t count, uint32_t coun
 MK_DEVICE bool await_peer(Worker& w, const uint64_t* p, uint64_t target, uint32_t counter) {
   if (w.lane() == 0) {
     PatienceOf<true> patience;
-    trace::wait_begins(w, abi::Role::kConsumer);
+    const uint32_t began = trace::now();
     for (uint64_t value; (value = load_acquire_system(p)) < target;) {
       if (patience.over()) give_up(abi::FaultKind::kPeerBudget, counter, value, target);
     }
-    trace::waited(w, abi::Role::kConsumer, counter);
+    trace::waited(w, began, counter);
     trace::ready_now(w, abi::Role::kConsumer);
   }
   w.sync();
@@ -47,12 +47,12 @@ MK_DEVICE bool take_stamped(Worker& w, const uint64_t* p, uint32_t stamp, float&
   uint64_t element = load_system(p);
   if (__builtin_expect(uint32_t(element >> 32) != stamp, 0)) {
     PatienceOf<true> patience;
-    trace::wait_begins(w, abi::Role::kConsumer);
+    const uint32_t began = trace::now();
     do {
       if (patience.over()) give_up(abi::FaultKind::kPeerBudget, counter, element >> 32, stamp);
       element = load_system(p);
     } while (uint32_t(element >> 32) != stamp);
-    trace::waited(w, abi::Role::kConsumer, counter);
+    trace::waited(w, began, counter);
     trace::ready_now(w, abi::Role::kConsumer);
   }
   v = as_float(uint32_t(element));

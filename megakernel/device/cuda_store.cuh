@@ -70,6 +70,7 @@ struct RowStorer {
   const uint32_t n = f.n;
   const float inverse_k = 1.0f / float(f.k), eps = f.eps, scale = f.scale;
   uint64_t best = 0;  // of row `lane`, see Largest
+  [[no_unique_address]] trace::Once once;
 
   MK_DEVICE void block_of(uint32_t tile, uint32_t tiles) {
     Worker& w = s.w;
@@ -88,11 +89,12 @@ struct RowStorer {
     const uint32_t room = w.header->rows, slot = Sums::slot(s.sums_slot, room), past_rows = w.last->rows;
     const float* sums = Sums::at(room, slot);
     w.wait_barrier(&block().sums_full[slot], s.sums_parity >> slot & 1);
-    trace::ready(w, abi::Role::kStorer);
+    trace::ready(w, abi::Role::kStorer, once);
 #pragma unroll 1
     for (uint32_t r = 0; r < rows; ++r) {
       if (r > 0 && residual && active) before_it = await(w, old + uint64_t(r) * n);
       const float v = finish((total(sums, r, lane) + bias) * scale, before_it);
+      trace::end(w, abi::Role::kStorer);
       if (active) peers.put(uint64_t(r) * n, v);
       if (active) put(out + uint64_t(r) * n, v);
       if (sampled) {
@@ -171,6 +173,7 @@ __device__ __noinline__ void store_rows() {
   for (uint32_t first = 0; first < record.tile_count && out.rows > 0; first += kBlockTiles) {
     out.block_of(record.tile_begin + first, tasks::least(kBlockTiles, record.tile_count - first));
   }
+  if (flags.sampled()) trace::end(s.w, abi::Role::kStorer);
   if (flags.sampled()) out.put_best(record.tile_count);
   __syncwarp();
   if (s.w.warp_lane() == 0) signal_counter(s.w, record);

@@ -75,7 +75,7 @@ struct Core<tasks::Advance<kConfig>> {
       if (quick && s % kConsumers == w.warp()) take_largest(w, f, s);
     }
     if (!all) wait_counters(w, record);
-    trace::ready(w, abi::Role::kConsumer);
+    trace::ready_now(w, abi::Role::kConsumer);
     if (w.lane() == 0) block().posted = posted;
     w.sync();
     if (block().failed) asm volatile("exit;");

@@ -22,6 +22,7 @@ struct Core<tasks::Embedding<kConfig>> {
     float* out = tasks::workspace<float>(w, f.output) + first;
     const char* table = tasks::weights<char>(w, f.table);
     const uint64_t row_bytes = uint64_t(f.cols) * bytes_of(kConfig.dtype);
+    trace::end(w, abi::Role::kConsumer);
     const bool whole = kConfig.dtype != DType::kF32 && !kConfig.positions && f.cols % 8 == 0 && f.tile_cols % 8 == 0;
 #pragma unroll 1
     for (uint32_t r = 0; r < w.header->rows; ++r) {
@@ -201,6 +202,7 @@ struct Core<tasks::Combine<kConfig>> {
     Sum sum;
 #pragma unroll 1
     for (; j <= high; j += step * kAtOnce) add_pieces(w, pieces, j, step, high, sum);
+    trace::end(w, abi::Role::kConsumer);
     if (together) {
       merge(w, sum, out);
       return;
@@ -238,7 +240,7 @@ struct Core<tasks::Combine<kConfig>> {
       }
       return false;
     }, abi::FaultKind::kValueBudget, j);
-    trace::ready(w, abi::Role::kConsumer);
+    trace::ready_now(w, abi::Role::kConsumer);
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       if (j + i * step <= high) sum.add(ends[i].x, ends[i].y, value[i]);

@@ -11,9 +11,9 @@ import numpy as np
 
 from megakernel.report.steps import ROLES, Step, finish, row_of
 from megakernel.tasks.record import Role, TraceFlag
-from megakernel.timeline import Events, Timeline
+from megakernel.timeline import Events, Timeline, publishers, waiters
 
-WAITING_ROLES = (Role.WORKER, Role.LOADER, Role.CONSUMER)  # that wait along edges
+WAITING_ROLES = (Role.WORKER, Role.LOADER, Role.CONSUMER)  # that wait along edges, see `waiters`
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def arrivals(timeline: Timeline, step: Step) -> Arrivals:
     events = events[np.lexsort((events["start"], row_of(events)))]
     rows = row_of(events).tolist()
     published = finish(events).tolist()
-    index = _Index(events, rows, published)
+    index = _Index(events, rows, published, publishers(events).tolist())
+    waiting = waiters(events).tolist()
     found: list[list[Arrival]] = [[] for _ in rows]
     sources: list[Source] = []
     known: dict[tuple[int, int, int], int] = {}
@@ -74,7 +75,7 @@ def arrivals(timeline: Timeline, step: Step) -> Arrivals:
             sources.append(index.source(*made))
         source = sources[known[made]]
         for event in index.overlapping(*used):
-            if rows[event] % ROLES in WAITING_ROLES:
+            if waiting[event]:
                 last = source.latest(rows[event])
                 if last is not None:
                     found[event].append(Arrival(number, known[made], last, published[last]))
@@ -89,6 +90,7 @@ class _Index:
     events: Events
     rows: Sequence[int]
     published: Sequence[int]
+    speaks: Sequence[bool]  # is what others wait for
     nodes: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # node -> (first, stop, event)
     widest: dict[int, int] = field(default_factory=dict)
 
@@ -107,11 +109,11 @@ class _Index:
         return [event for start, stop, event in found[begin:end] if stop > first and start < first + count]
 
     def source(self, node: int, first: int, count: int) -> Source:
-        """The publishing event of each row: of a worker's roles the one that is done last, but for the producer."""
+        """The publishing event of each row."""
         by_record: dict[tuple[int, int], int] = {}  # worker and record -> event
         records = self.events["record"]
         for event in self.overlapping(node, first, count):
-            if self.rows[event] % ROLES != Role.PRODUCER:
+            if self.speaks[event]:
                 key = (self.rows[event] // ROLES, int(records[event]))
                 if key not in by_record or self.published[event] > self.published[by_record[key]]:
                     by_record[key] = event

@@ -161,9 +161,12 @@ class _Builder:
         """The point of another role of the same worker that a wait was for: the record's own upstream role, else the
         record that the roles behind were at."""
         row, ready = self.seen.rows[event], self._time(event, READY)
+        upstream = self._upstream(event)
         if row % ROLES in WAITING_ROLES:
+            upstream = tuple(role for role in upstream if role == Role.LOADER)
+        mine = [p for p in self.partners[event] if self.seen.rows[p] % ROLES in upstream]
+        if row % ROLES in WAITING_ROLES and not mine:
             return None
-        mine = [p for p in self.partners[event] if self.seen.rows[p] % ROLES in self._upstream(event)]
         if mine:
             points = [self._at(e, k) for e in mine for k in (START, DATA, PUBLISHED)]
             return max((p for p in points if self.time[p] < ready), key=lambda p: (self.time[p], p), default=None)

@@ -11,7 +11,7 @@ import numpy as np
 from megakernel.report.rates import streaming
 from megakernel.report.steps import Step, finish
 from megakernel.target import TARGETS
-from megakernel.tasks.record import Role
+from megakernel.tasks.record import Role, TraceFlag
 from megakernel.timeline import Events, Timeline
 
 
@@ -55,7 +55,7 @@ class Roofline:
 def imbalance(timeline: Timeline, steps: Sequence[Step]) -> tuple[Imbalance, ...]:
     """Operators in order of their nodes; those that only one worker runs are left out."""
     events = _of(timeline.tasks, steps)
-    events = events[events["role"] != Role.PRODUCER]
+    events = events[(events["role"] != Role.PRODUCER) & ((events["flags"] & TraceFlag.SKIPPED) == 0)]
     found: dict[str, list[tuple[int, int, int, float]]] = {}
     order = np.lexsort((events["node"], events["step"]))
     events = events[order]

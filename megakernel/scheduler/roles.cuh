@@ -124,7 +124,6 @@ MK_DEVICE void run_consumer(bool one_step) {
     for (;;) {
       const uint32_t opcode = next_record();
       if (opcode == abi::kEnd) break;
-      trace::start(dev::Loaded(), abi::Role::kConsumer);
       dispatch<0>(opcode, []<class T>() { dev::Core<T>::consume(); }, Tasks{});
       trace::published(dev::Loaded(), abi::Role::kConsumer);
       done_record();
@@ -143,9 +142,7 @@ MK_DEVICE void run_storer(bool one_step) {
       if (opcode == abi::kEnd) break;
       dispatch<0>(opcode, []<class T>() {
         if constexpr (dev::Core<T>::kStores) {
-          trace::start(dev::Loaded(), abi::Role::kStorer);
           dev::Core<T>::store();
-          trace::published(dev::Loaded(), abi::Role::kStorer);
         }
         if constexpr (Clearing<T>) dev::Core<T>::clear_last();
       }, Tasks{});
@@ -225,11 +222,10 @@ MK_DEVICE void run_producer(bool one_step) {
       if (opcode == abi::kEnd) break;
       dispatch<0>(opcode, []<class T>() {
         if constexpr (dev::Core<T>::kProduces) {
-          trace::start(dev::Loaded(), abi::Role::kProducer);
           if (!dev::Core<T>::kNeedsHeader || step_runs()) dev::Core<T>::produce();
-          trace::published(dev::Loaded(), abi::Role::kProducer);
         }
       }, Tasks{});
+      trace::published(dev::Loaded(), abi::Role::kProducer);
       if (block().header_known == 2) break;
     }
     if (!step_runs()) break;
@@ -254,6 +250,7 @@ MK_DEVICE void watch(Worker& w, Ready ready, abi::FaultKind kind) {
     // Twice the budget of other waits: the one that is at the root of a hang is to speak first.
     const bool stopped = dev::load_volatile(&b.stop) != 0, late = now - began >= 2 * w.args.spin_budget_ns;
     if (!stopped && !late && !w.aborted()) continue;
+    trace::cut(w);
     if (w.warp_lane() == 0) {
       if (stopped) {
         while (dev::load_volatile(&b.words.kind) == uint32_t(abi::FaultKind::kNone)) {}
@@ -293,6 +290,12 @@ MK_DEVICE bool fetch_header(Worker& w) {
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
+// All have read what is in a place for records; for who wants what they left there.
+MK_DEVICE void await_place(Worker& w, uint32_t slot, uint32_t parity) {
+  auto& b = block();
+  watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.record_empty[slot]), parity); }, abi::FaultKind::kRingBudget);
+}
+
 template <class Tasks>
 MK_DEVICE bool idles(Worker& w, const abi::Record& record) {
   bool out = false;
@@ -307,6 +310,7 @@ MK_DEVICE void run_control(bool one_step) {
   auto& b = block();
   Worker w;
   w.seed();
+  trace::begin_launch(w);
   const uint64_t last_step = queue::launch(w)->step;
   w.begin_step(last_step);
   copy_header(w, last_step);  // of the last launch, whose values are to be cleared
@@ -327,16 +331,19 @@ MK_DEVICE void run_control(bool one_step) {
       const uint32_t after = last ? 0 : *words_of(w, index + 1);
       watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.record_empty[slot]), parity); },
             abi::FaultKind::kRingBudget);
+      trace::free(w, slot);
       b.record_at[slot] = index;
       put_word(w, b.record[slot], word);
       word = after;
       if (!last && idles<Tasks>(w, b.record[slot])) continue;
       if (w.warp_lane() == 0) dev::barrier_arrive(&b.record_full[slot]);
+      trace::filled(w);
       if (++slot == dev::kRecords) {
         slot = 0;
         parity ^= 1;
       }
     }
+    trace::last_records(w, slot, parity, await_place);
     watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.step_done), done_parity); }, abi::FaultKind::kRingBudget);
     done_parity ^= 1;
     trace::step_end(w);
@@ -345,6 +352,7 @@ MK_DEVICE void run_control(bool one_step) {
     if (one_step) break;
   }
   dev::store_volatile(&b.stop, 1);  // the producer may be in the step that will not be, waiting for room in the ring
+  trace::leave(w);
   if (w.warp_lane() == 0) queue::leave(w);
 }
 

@@ -27,6 +27,7 @@ MAX_TOP = 20  # log-probabilities reported beside a token
 MAILBOX_ENTRIES = 64
 RING_ENTRIES = 8192
 TRACE_RINGS = 4  # of each worker: one for each role that records
+WAIT_TICKS = 64  # unit of TraceMarks.wait
 COUNTER_STRIDE = 16  # uint64_t between two counters: each has its own 128 bytes
 MAX_RANKS = 8  # devices that run one model together
 BEST_BYTES = 32  # of a window, for the largest logit that a worker of a rank found of a sampled row
@@ -42,6 +43,7 @@ LIMITS: dict[str, int] = {
     "kRingEntries": RING_ENTRIES,
     "kCounterStride": COUNTER_STRIDE,
     "kTraceRings": TRACE_RINGS,
+    "kWaitTicks": WAIT_TICKS,
     "kMaxRanks": MAX_RANKS,
     "kBestBytes": BEST_BYTES,
 }
@@ -255,6 +257,7 @@ class TraceFlag(enum.IntEnum):
     BY_VALUE = 1  # the longest wait was for an element's value; its counter is the node that writes it
     TICKET = 2  # the record came from the shared list
     CUT = 4  # the launch ended inside this event: a fault. Set by the host, where `published` is 0
+    SKIPPED = 8  # it went on without a look at what it depends on, as it had nothing to do. Set by the host
 
 
 ENUMS: tuple[type[enum.IntEnum], ...] = (
@@ -504,6 +507,57 @@ TRACE_EVENT = Struct(
     doc="One record as one role of a worker ran it, or one step of a worker.",
 )
 
+TRACE_MARKS = Struct(
+    "TraceMarks",
+    (
+        Field("ready", "u32", doc="consumers: what they wait for was there; 0: they had nothing to wait for"),
+        Field("data", "u32", doc="consumers: their first stage was full; 0: it was before `ready`"),
+        Field("done", "u32", doc="consumers: they were done with the record; 0 when it is cut"),
+        Field("seen", "u32", doc="loaders: what others publish was there; 0: they brought nothing"),
+        Field("sums", "u32", doc="storer: the first sums were there; 0: it had none"),
+        Field("out", "u32", doc="storer, else consumers: the moment before others could see the last of it"),
+        Field(
+            "wait", "u32", doc="longest wait for a counter: its length in kWaitTicks, and in the low half the counter"
+        ),
+        Field("pad", "u32"),
+        Field("record", "u32", doc="index in the worker's queue"),
+        Field("step", "u32", doc="low 32 bits of the kernel's own number"),
+        Field("clock", "u32", doc="when control copied this"),
+        Field("clock_ns", "u32", doc="low half of clock_ns at `clock`"),
+    ),
+    pad_to=64,
+    doc="One record as the roles of a worker left it that run side by side: low halves of ticks, of a role's lanes the "
+    "last. The host makes an event of each role.",
+)
+
+TRACE_STEP = Struct(
+    "TraceStep",
+    (
+        Field("start", "u64", doc="ticks: control began to wait for the step's header"),
+        Field("ready", "u64", doc="ticks: the header was there"),
+        Field("end", "u64", doc="ticks: all of the worker's records were done; 0 when it is cut"),
+        Field("clock_ns", "u64", doc="clock_ns at `clock`"),
+        Field("record", "u32", doc="kNone"),
+        Field("step", "u32"),
+        Field("clock", "u64", doc="ticks when this was written"),
+        Field("rows", "u32"),
+        Field("context", "u32", doc="the longest"),
+    ),
+    pad_to=64,
+    doc="One step of such a worker, among its TraceMarks.",
+)
+
+TRACE_PASS = Struct(
+    "TracePass",
+    (
+        Field("ready", "u32", doc="its first stage was free; 0: the record streams nothing"),
+        Field("done", "u32", doc="its last copy was on its way"),
+        Field("record", "u32"),
+        Field("step", "u32"),
+    ),
+    doc="One record as the producer of such a worker ran it.",
+)
+
 TRACE_RING = Struct(
     "TraceRing",
     (
@@ -531,7 +585,7 @@ ARGS = Struct(
         Field("mailbox", "u64", doc="address of Mailbox, host-visible"),
         Field("ring", "u64", doc="address of TokenRing, host-visible"),
         Field("fault", "u64", doc="address of FaultRecord, host-visible"),
-        Field("trace", "u64", doc="address of (TraceRing, TraceEvent[trace_capacity])[workers][kTraceRings]; 0: off"),
+        Field("trace", "u64", doc="address of what a recording writes, see megakernel/recording.py; 0: off"),
         Field("kv_layer_stride", "u64", doc="bytes between layers of the KV pool"),
         Field(
             "workspace_stride", "u64", doc="bytes from the workspace of even steps to that of odd ones; 0: one for all"
@@ -592,7 +646,7 @@ LINK = Struct(
 
 STRUCTS: tuple[Struct, ...] = (
     WAIT, RECORD, TICKET, ROW, STEP, SAMPLING, SLOT, COMMAND, MAILBOX, TOKEN_EVENT, TOKEN_RING, FAULT, LAUNCH,
-    SAMPLE_RESULT, TRACE_EVENT, TRACE_RING, ARGS, WINDOW, LINK,
+    SAMPLE_RESULT, TRACE_EVENT, TRACE_MARKS, TRACE_STEP, TRACE_PASS, TRACE_RING, ARGS, WINDOW, LINK,
 )  # fmt: skip
 
 OPCODE_END = 0xFFFF  # pads a queue

@@ -11,7 +11,7 @@ from .harness import ROOT
 from .test_targets import source_for
 
 FOLDERS = ("device", "scheduler", "tasks")
-RECORDING = re.compile(r"\btrace::|/trace\.cuh|\bbool traces\(\)")
+RECORDING = re.compile(r"\btrace::|/(cuda_)?trace\.cuh|\bbool traces\(\)")
 OBJECT = ("-c", "-O1")
 
 
@@ -20,7 +20,7 @@ def without_recording(to: Path) -> Path:
     for folder in FOLDERS:
         (to / "megakernel" / folder).mkdir(parents=True)
         for path in (ROOT / "megakernel" / folder).iterdir():
-            if path.suffix in (".h", ".cuh") and path.name != "trace.cuh":
+            if path.suffix in (".h", ".cuh") and path.name not in ("trace.cuh", "cuda_trace.cuh"):
                 lines = [line for line in path.read_text().splitlines() if not RECORDING.search(line)]
                 (to / "megakernel" / folder / path.name).write_text("\n".join(lines) + "\n")
     return to

@@ -58,8 +58,8 @@ def test_a_recording_kernel_fits_its_registers_and_shared_memory(tmp_path: Path)
         pytest.skip("no cuobjdump: install nvidia-cuda-cuobjdump")
     (tmp_path / "k.cubin").write_bytes(cubin)
     code = subprocess.run([tool, "-sass", str(tmp_path / "k.cubin")], capture_output=True, text=True, check=True).stdout
-    for start, size in _functions(cubin, ("consume_rowI", "store_rows", "produce_rows")):
+    for start, size in _functions(cubin, ("consume_rowI", "load_rowI", "store_rowsI", "produce_rows")):
         found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
         lines = [m.group(2) for m in found if start <= int(m.group(1), 16) < start + size]
-        assert any("GLOBALTIMER" in line for line in lines), "it reads the clock"
+        assert any("SR_CLOCKLO" in line for line in lines), "it reads the clock"
         assert not [line for line in lines if re.search(r"\b(LDL|STL)\b", line)]

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megakernel"
 # A module may import from a layer below its own, or from its own layer.
 LAYERS: dict[str, int] = {
     "errors": 0, "settings": 0, "target": 0, "parts": 0,
-    "tasks": 1, "show": 1,
+    "tasks": 1, "show": 1, "columns": 1, "marks": 2,
     "checkpoint": 2, "graph": 2, "interpret": 2, "operators": 2, "rope": 2, "models": 2, "architectures": 2,
     "capture": 3,
     "scheduler": 2, "device": 2, "devices": 3, "model_table": 3, "origin": 3, "text": 3,

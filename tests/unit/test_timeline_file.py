@@ -84,7 +84,7 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         ("{] and more of it", "is not JSON"),
         ("[]", "is not a timeline"),
         ('{"format": "other"}', "is not a timeline"),
-        (damaged(lambda r: r.update(schema=99)), "schema version 99, this version reads 1; record it again"),
+        (damaged(lambda r: r.update(schema=99)), "schema version 99, this version reads 2; record it again"),
         (damaged(lambda r: r.pop("schema")), "schema version None"),
         (damaged(lambda r: r.pop("edges")), r"misses or adds a field \('edges'\)"),
         (damaged(lambda r: r["meta"].pop("target")), "misses or adds a field"),

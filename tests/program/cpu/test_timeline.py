@@ -223,4 +223,5 @@ def test_what_cannot_be_recorded(traced: LLM) -> None:
     assert len(empty.events) == 0 and empty.steps == () and empty.complete_steps == ()
     assert len(Timeline.from_json(empty.to_json()).events) == 0
     with pytest.raises(TimelineError, match="was built without the timeline; open the model with trace=True"):
-        Recorder(replace(traced.program.manifest, trace=False), traced.engine.runtime.device, 1, 3)
+        program, device = traced.program, traced.engine.runtime.device
+        Recorder(replace(program.manifest, trace=False), program.records, device, 1, 3)
