@@ -1,7 +1,7 @@
 """What recording the timeline costs: a kernel that records and one that cannot, in alternation; and a timeline.
 
 python -m bench.timeline cpu SmolLM2-135M
-python -m bench.timeline cuda llama-3.2-1b 32 timeline.json
+python -m bench.timeline cuda llama-3.2-1b 32 512 timeline.json     # timeline-32.json, timeline-512.json
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from megakernel.flow import timeline_of
 from megakernel.llm import LLM
 from megakernel.recording import Recording
 from megakernel.sampling import SamplingParams
+from megakernel.timeline import Timeline
 
 ROUNDS = 9
 STEPS = 64
-KEPT = 16  # of them, in the file
+KEPT = 16  # steps in a file
 
-Run = Callable[[], tuple[float, float, tuple[int, ...]]]  # microseconds of a step, of a core's time, and the tokens
+Figures = tuple[float, float, tuple[int, ...]]  # microseconds of a step, of a core's time, and the tokens
+Run = Callable[[], Figures]
 
 
 def alternate(without: Run, with_it: Run) -> None:
@@ -65,56 +67,78 @@ def of_cpu(model: str) -> None:
         alternate(lambda: run(off), lambda: run(on))
 
 
-def of_gpu(name: str, context: int, output: Path) -> None:
-    config = shape_config(name)
-    options = {"dtype": "bf16", "max_context": context + 2 * STEPS, "max_slots": 1}
-    runs = []
-    for trace in (False, True):
-        device, program = build(config, **options, trace=trace)
-        runs.append(loaded(config, device, program))
-        randomise(runs[-1])
+class OnGpu:
+    """A model that cannot record and one that can, both with the same random weights."""
 
-    def run(which: int) -> tuple[float, float, tuple[int, ...]]:
-        r = runs[which]
+    def __init__(self, name: str, most: int) -> None:
+        self.name, self.config = name, shape_config(name)
+        self.options = {"dtype": "bf16", "max_context": most + 2 * STEPS, "max_slots": 1}
+        self.runs = []
+        for trace in (False, True):
+            self.device, self.program = build(self.config, **self.options, trace=trace)
+            self.runs.append(loaded(self.config, self.device, self.program))
+            randomise(self.runs[-1])
+
+    def run(
+        self, record: bool, context: int, steps: int = STEPS, read: bool = False
+    ) -> tuple[Figures, Recording | None]:
+        """`steps`: the last ones that are recorded. `read`: also bring the recording here, which takes its time."""
+        r = self.runs[record]
         r.reset()
         admit(r, 0, [1], context + STEPS + 8, start=context)
-        if which:
-            r.start_recording(STEPS, skip=4)
+        if record:
+            r.start_recording(steps, skip=4 + STEPS - steps)
         cores = time.process_time()
         r.launch(STEPS + 8)
         r.finish(30.0)
         cores = time.process_time() - cores
         events = r.events()
-        if which:
-            kept.append(r.stop_recording())
+        recording = r.stop_recording() if record and read else None
+        if record and not read:
+            r.drop_recording()
         gaps = np.diff(events["time_ns"].astype(np.int64))[10:] / 1e3
-        return float(np.median(gaps)), max(cores * 1e6 / STEPS, 1e-3), tuple(int(t) for t in events["token"])
+        tokens = tuple(int(t) for t in events["token"])
+        return (float(np.median(gaps)), max(cores * 1e6 / STEPS, 1e-3), tokens), recording
 
-    kept: list[Recording] = []
-    alternate(lambda: run(0), lambda: run(1))
-    plan = make_plan(config, device.target.with_workers(program.manifest.workers), **options)
-    timeline = timeline_of(
-        kept[-1], program, plan, model=name, device=device.availability().description,
-        options={**options, "kv_dtype": None, "max_rows": program.manifest.max_rows, "policy": plan.schedule.policy,
-                 "workers": program.manifest.workers},
-    )  # fmt: skip
-    a = timeline.meta.alignment
-    print(
-        f"  {len(timeline.events)} events of {len(timeline.complete_steps)} complete steps; "
-        f"{sum(timeline.meta.overflow)} lost"
-    )
-    print(f"  clock {a.clock}: drift at most {max(a.drift_ns):.0f} ns, shortest hop {a.worst_hop_ns} ns")
-    last = timeline.meta.last_step
-    print(f"  {timeline.of_steps(last - KEPT + 1, last).save(output)}")
-    for r in runs:
-        r.close()
+    def timeline(self, context: int) -> Timeline:
+        """Of the last KEPT steps."""
+        _, recording = self.run(True, context, KEPT, read=True)
+        assert recording is not None
+        m = self.program.manifest
+        plan = make_plan(self.config, self.device.target.with_workers(m.workers), **self.options)
+        options = {**self.options, "kv_dtype": None, "max_rows": m.max_rows, "policy": plan.schedule.policy}
+        return timeline_of(
+            recording, self.program, plan, model=self.name, device=self.device.availability().description,
+            options={**options, "workers": m.workers},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        for r in self.runs:
+            r.close()
+
+
+def of_gpu(name: str, contexts: Sequence[int], output: Path) -> None:
+    gpu = OnGpu(name, max(contexts))
+    for context in contexts:
+        print(f"context {context}:")
+        alternate(lambda c=context: gpu.run(False, c)[0], lambda c=context: gpu.run(True, c)[0])
+        timeline = gpu.timeline(context)
+        a = timeline.meta.alignment
+        print(
+            f"  {len(timeline.events)} events of {len(timeline.complete_steps)} complete steps; "
+            f"{sum(timeline.meta.overflow)} lost"
+        )
+        print(f"  clock {a.clock}: drift at most {max(a.drift_ns):.0f} ns, shortest hop {a.worst_hop_ns} ns")
+        path = output if len(contexts) == 1 else output.with_stem(f"{output.stem}-{context}")
+        print(f"  {timeline.save(path)}: {path.stat().st_size / 1e6:.1f} MB")
+    gpu.close()
 
 
 def main(argv: Sequence[str]) -> None:
     if argv[0] == "cpu":
         of_cpu(argv[1])
     else:
-        of_gpu(argv[1], int(argv[2]), Path(argv[3]))
+        of_gpu(argv[1], [int(c) for c in argv[2:-1]], Path(argv[-1]))
 
 
 if __name__ == "__main__":

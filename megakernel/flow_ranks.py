@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.builder.program import Manifest
-from megakernel.clocks import OWN_TICKS, WAITING
+from megakernel.clocks import OWN_TICKS
 from megakernel.recording import Recording
 from megakernel.scheduler.exchanges import Ends, exchanges_of
 from megakernel.tasks.record import NONE, Role
 from megakernel.tasks.task import TaskNode
-from megakernel.timeline import EDGE, PEER, TIMES, Alignment, Edges, Events, TimelineNode
+from megakernel.timeline import EDGE, PEER, TIMES, Alignment, Edges, Events, TimelineNode, waiters
 
 Floats = npt.NDArray[np.float64]
 OFFSET_OF_EDGE = ("producer", "consumer")
@@ -131,7 +131,7 @@ def travel_ns(events: Events, nodes: Sequence[TaskNode], manifest: Manifest) -> 
     steps = np.unique(events["step"])[:MOST_STEPS]
     tasks = events[(events["published"] != 0) & (events["role"] != Role.CONTROL) & np.isin(events["step"], steps)]
     tasks = tasks[np.isin(tasks["node"] % count, [n for e in sums for n in (e.sender, e.receiver)])]
-    node, rank = tasks["node"] % count, tasks["worker"] // manifest.workers
+    node, rank, waits = tasks["node"] % count, tasks["worker"] // manifest.workers, waiters(tasks)
     out = np.full((ranks, ranks), np.nan)
     for sender, receiver in ((s, r) for s in range(ranks) for r in range(ranks) if s != r and 0 in (s, r)):
         sent = _by_tile(tasks[(rank == sender) & np.isin(node, [e.sender for e in sums])], count)
@@ -139,7 +139,7 @@ def travel_ns(events: Events, nodes: Sequence[TaskNode], manifest: Manifest) -> 
         shortest: list[int] = []
         for e in sums:
             part = receiver * counters_of(manifest) + manifest.counter_count + e.exchange.number * ranks + sender
-            for event in tasks[(rank == receiver) & (node == e.receiver) & np.isin(tasks["role"], WAITING)]:
+            for event in tasks[(rank == receiver) & (node == e.receiver) & waits]:
                 first = _of_columns(nodes[e.sender], nodes[e.receiver], int(event["tile_begin"]))[0]
                 end = _of_columns(
                     nodes[e.sender], nodes[e.receiver], int(event["tile_begin"]) + int(event["tile_count"]) - 1

@@ -63,7 +63,8 @@ def events_of_marks(worker: int, queue: Table, marks: Table, passes: Table) -> t
     records; `marks`, `passes`: as its rings hold them, oldest first. What belongs to no step that the worker has begun
     is left out."""
     is_step = marks["record"] == NONE
-    steps = marks[is_step].view(TRACE_STEP.dtype)
+    raw = np.ascontiguousarray(marks).view(np.uint8).reshape(len(marks), TRACE_STEP.size)
+    steps = raw[is_step].reshape(-1).view(TRACE_STEP.dtype)  # as bytes: a structure's copy may leave its padding out
     steps = steps[np.argsort(steps["step"], kind="stable")]
     if not len(steps):
         return _empty(0, Role.CONTROL), 0.0

@@ -94,7 +94,8 @@ class Recorder:
                 written = int(ring[: TRACE_RING.size].view(TRACE_RING.dtype)["written"][0])
                 lost[worker] += max(0, written - self.capacity)
                 kept = np.arange(max(0, written - self.capacity), written) & (self.capacity - 1)
-                rings.append(ring[TRACE_RING.size :].view(entry.dtype)[kept])
+                entries = ring[TRACE_RING.size :].reshape(-1, entry.size)
+                rings.append(entries[kept].reshape(-1).view(entry.dtype))
             if self._rings[0] is TRACE_MARKS:
                 events, off = events_of_marks(worker, self._records[worker], *rings)
                 found.append(events)

@@ -363,6 +363,12 @@ class Runtime:
             raise TimelineError("nothing is recorded; start a recording first")
         return found
 
+    def drop_recording(self) -> None:
+        """End a recording without a look at it. Between launches."""
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = self._recorded = None
+
     def _end_recording(self, recorder: Recorder) -> Recording:
         self._recorder = None
         try:

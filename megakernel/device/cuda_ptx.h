@@ -241,7 +241,6 @@ MK_DEVICE uint64_t clock_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
   return t;
 }
-MK_DEVICE uint64_t ticks() { return clock_ns(); }  // clock64 drifts between processors
 
 // ------------------------------------------------------------------------------------------------ matrix cores
 // d[16 x 8] += a[16 x 16] b[16 x 8]; a1 and a3 are rows 8 to 15 of a.

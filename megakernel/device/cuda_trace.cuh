@@ -26,7 +26,8 @@ constexpr bool kOn = true;
 template <uint32_t kRecords>
 struct Stamps {
   uint32_t word[kRecords][kWords];
-  uint32_t passed, producer_ready;  // of the producer: records so far; the one at work has a stage
+  uint64_t passes;                        // of the producer: where its ring is
+  uint32_t mask, passed, producer_ready;  // of its places; records so far; when the one at work got a stage
 };
 
 // What control keeps from the begin of a launch on.
@@ -114,7 +115,7 @@ MK_DEVICE uint32_t* next_marks(const W& w) {
   return reinterpret_cast<uint32_t*>(w.scribe.marks + index * sizeof(abi::TraceMarks));
 }
 
-// With no recording `trace_last` is 0, which no step is.
+// With no recording both are 0, which no step is.
 template <class W>
 MK_DEVICE bool recorded(const W& w) {
   return w.step >= w.args.trace_first && w.step <= w.args.trace_last;
@@ -130,7 +131,9 @@ MK_DEVICE void begin_launch(const W& w) {
     t.marks = marks_ring(w) + kMarksAt;
     if (w.args.trace == 0) return;
     t.written = reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written;
-    w.stamps().passed = uint32_t(reinterpret_cast<abi::TraceRing*>(passes_ring(w))->written);
+    auto& s = w.stamps();
+    s.passes = passes_ring(w) + kMarksAt, s.mask = w.args.trace_capacity - 1;
+    s.passed = uint32_t(reinterpret_cast<abi::TraceRing*>(passes_ring(w))->written);
   }
 }
 
@@ -148,7 +151,7 @@ MK_DEVICE void copy_marks(const W& w, uint32_t slot) {
     words[lane] = 0;
   }
   if (recorded(w)) {
-    if (lane <= kClockNsAt) next_marks(w)[lane] = word;
+    if (lane <= kClockNsAt) asm volatile("st.global.u32 [%0], %1;" ::"l"(next_marks(w) + lane), "r"(word));
     ++w.scribe.written;
   }
 }
@@ -311,9 +314,9 @@ MK_DEVICE void published(const W& w, abi::Role role) {
     auto& s = w.stamps();
     if (recorded(w)) {  // all lanes write the same
       const uint32_t index = s.passed;
-      auto* to = reinterpret_cast<dev::Quad*>(passes_ring(w) + kMarksAt) + (index & (w.args.trace_capacity - 1));
-      static_assert(sizeof(abi::TracePass) == sizeof(dev::Quad));
-      *to = {s.producer_ready, now(), w.record_index, uint32_t(w.step)};
+      static_assert(sizeof(abi::TracePass) == 16);
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(s.passes + (index & s.mask) * 16),
+                   "r"(s.producer_ready), "r"(now()), "r"(w.record_index), "r"(uint32_t(w.step)));
       __syncwarp();
       s.passed = index + 1;
     }

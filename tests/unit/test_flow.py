@@ -18,7 +18,7 @@ from megakernel.perfetto_file import arrows
 from megakernel.recording import Recording, ring_capacity, rings_of
 from megakernel.target import find_target
 from megakernel.tasks.record import NONE, TRACE_EVENT, Role, TraceFlag
-from megakernel.timeline import Events, Timeline
+from megakernel.timeline import Events, Timeline, waiters
 from tests.unit.test_cuda_build import CONFIG
 
 WORKERS = 3
@@ -52,7 +52,8 @@ def events_of(steps: int) -> Events:
                     ahead = at - 5000
                     rows.append((worker, Role.PRODUCER, *where, (ahead, ahead + 10, 0, 0, ahead + 20)))
                 if task == "matmul":
-                    rows.append((worker, Role.STORER, *where, (at, at + 300, 0, 0, at + 400)))
+                    rows.append((worker, Role.STORER, *where, (at, at + 290, 0, 0, at + 295)))
+                    rows.append((worker, Role.LOADER, *where, (at - 500, at - 100, 0, 0, at - 20)))
             end = base + 900_000
             rows.append((worker, Role.CONTROL, step, NONE, NONE, 1, 40 + step, (base, base + 10, base + 10, end, end)))
     out = np.zeros(len(rows), TRACE_EVENT.dtype)
@@ -89,12 +90,17 @@ def test_a_wait_for_values_names_the_node_that_writes_them() -> None:
     names = [n.name for n in made.nodes]
     down = made.tasks[(made.tasks["node"] == names.index("layers.0.mlp_residual"))]
     for event in down:
-        if event["role"] == Role.CONSUMER:
-            assert event["longest_wait"] == 500 and made.waited_for(event) == "values of layers.0.glu"
+        if event["role"] == Role.LOADER:
+            assert event["longest_wait"] == 400 and made.waited_for(event) == "values of layers.0.glu"
         else:
-            assert made.waited_for(event) == "", "producer and storer wait for their own worker"
+            assert made.waited_for(event) == "", "the others wait for their own worker"
     found = list(arrows(made))
-    assert all(made.events[a.sink]["role"] == Role.CONSUMER for a in found)
+    tasks = {made.nodes[int(made.events[a.sink]["node"])].task for a in found}
+    assert "matmul" in tasks and len(tasks) > 1
+    for arrow in found:
+        sink = made.events[arrow.sink]
+        matmul = made.nodes[int(sink["node"])].task == "matmul"
+        assert sink["role"] == (Role.LOADER if matmul else Role.CONSUMER), "who brings the values waits for them"
     sources = {int(made.events[a.source]["node"]) for a in found if made.events[a.sink]["node"] == down[0]["node"]}
     assert sources == {names.index("layers.0.glu")}
     assert all(made.events[a.source]["role"] == Role.STORER for a in found if made.events[a.source]["node"] in sources)
@@ -104,6 +110,23 @@ def test_hops_are_from_the_last_role_that_publishes_to_the_one_that_waits() -> N
     made = timeline(events_of(1))
     assert made.meta.alignment.worst_hop_ns == worst_hop(made.events, made.edges)
     assert made.meta.alignment.worst_hop_ns is not None and made.meta.alignment.worst_hop_ns >= 0
+
+
+def test_a_record_that_skips_its_waits_is_no_hop() -> None:
+    events = events_of(1)
+    names = [n.name for n in built()[0].schedule.nodes]
+    idle = (events["node"] == names.index("sample")) & (events["role"] == Role.CONSUMER)
+    assert idle.any()
+    events["ready"][idle] = 0  # it looked at nothing, as every row wants its largest logit only
+    events["start"][idle] -= 5000  # and before the logits were there
+    for name in ("end", "published"):
+        events[name][idle] -= 4500
+    made = timeline(events)
+    event = made.tasks[(made.tasks["node"] == names.index("sample")) & (made.tasks["role"] == Role.CONSUMER)][0]
+    assert event["flags"] & TraceFlag.SKIPPED and event["ready"] == event["start"]
+    assert not waiters(made.tasks)[(made.tasks["flags"] & TraceFlag.SKIPPED) != 0].any()
+    assert made.meta.alignment.worst_hop_ns is not None and made.meta.alignment.worst_hop_ns >= 0
+    assert all(made.nodes[int(made.events[a.sink]["node"])].name != "sample" for a in arrows(made))
 
 
 def test_what_a_producer_ran_ahead_at_the_end_of_a_launch_counts_once() -> None:

@@ -77,9 +77,10 @@ def rings(ticks: Callable[[float], int], steps: int, cut: bool = False) -> tuple
             ticks(written),
         )
         whole = np.array((*fields, 1, 40 + step), TRACE_STEP.dtype)
-        marks.append(np.frombuffer(whole.tobytes(), TRACE_MARKS.dtype)[0])
+        marks.append(whole)
     passes.append((low(begin), low(begin + 9), 0, steps + 1))  # of a step that no worker begins
-    return np.array(marks, TRACE_MARKS.dtype), np.array(passes, TRACE_PASS.dtype)
+    whole_marks = np.frombuffer(b"".join(m.tobytes() for m in marks), TRACE_MARKS.dtype)
+    return whole_marks, np.array(passes, TRACE_PASS.dtype)
 
 
 @pytest.mark.parametrize("ticks", [steady, bent])
@@ -115,6 +116,9 @@ def test_every_moment_is_found_again(ticks: Callable[[float], int]) -> None:
     assert of(Role.CONSUMER, 5)["ready"] == 0
     first = of(Role.CONSUMER, 0)
     assert abs(int(first["start"]) - EPOCH - 2 * STEP_NS - 300) <= allowed, "the first record is taken with the header"
+    step_event = of(Role.CONTROL, NONE)
+    assert step_event["tile_begin"] == 1 and step_event["tile_count"] == 42
+    assert abs(int(step_event["published"]) - EPOCH - 3 * STEP_NS + 500) <= allowed
     roles, counts = np.unique(events["role"], return_counts=True)
     assert dict(zip(roles.tolist(), counts.tolist())) == {
         Role.CONSUMER: 3 * RECORDS, Role.PRODUCER: 60, Role.STORER: 60, Role.LOADER: 60, Role.CONTROL: 3,
