@@ -34,6 +34,7 @@ from megakernel.tasks.advance import AdvanceConfig
 from megakernel.tasks.record import MAX_ROWS, TILE_ROWS, abi_hash, row_capacity
 from megakernel.tasks.task import Addresses, DType, TaskNode, all_fields
 
+MOST_ROWS = {"cpu": MAX_ROWS, "cuda": 64, "hip": TILE_ROWS}  # of a step, by backend
 Progress = Callable[[str], None]  # name of the stage that begins
 
 
@@ -231,10 +232,11 @@ def _limits(
         raise CapacityError(f"max_context {wanted}: the model allows 1 to {most} positions")
     if not 1 <= rows <= MAX_ROWS:
         raise CapacityError(f"max_rows {rows}: a step carries 1 to {MAX_ROWS} rows")
-    if rows > TILE_ROWS and target.backend != "cpu":
+    most = MOST_ROWS[target.backend]
+    if rows > most:
         raise LoweringError(
-            f"max_rows {rows}: the kernels of target {target.name} have room for {TILE_ROWS} rows in a step; give at "
-            f"most {TILE_ROWS}"
+            f"max_rows {rows}: the kernels of target {target.name} have room for {most} rows in a step; give at "
+            f"most {most}"
         )
     if slots < 1:
         raise CapacityError(f"max_slots {slots}: at least 1 is needed")
@@ -297,7 +299,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         workspace_bytes=made.memory.total,
         workspace_copies=2 if target.value_edges else 1,
         keeps_tensors=made.keeps_tensors,
-        counter_count=made.schedule.counters,
+        counter_count=made.schedule.counters + (len(low.nodes) if limits.wide(target) else 0),
         queue_length=queue_length,
         variants=variants,
         nodes=nodes,

@@ -40,7 +40,7 @@ from megakernel.tasks import (
     sample,
 )
 from megakernel.tasks.push import FLOAT_BYTES, STAMPED_BYTES, exchange_sizes
-from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS
+from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS, row_capacity
 from megakernel.tasks.task import DType, TaskNode, all_operators
 
 UNIT_BYTES = 16 << 10  # of one KV page and head where pages travel through a ring
@@ -65,6 +65,10 @@ class Limits:
     def sampled_rows(self) -> int:
         """Rows of a step that may want a token: a slot has at most one."""
         return min(self.max_rows, max(TILE_ROWS, self.max_slots))
+
+    def wide(self, target: Target) -> bool:
+        """Whether a step may have more rows than one tile on a target that has kernels of their own for those."""
+        return target.backend == "cuda" and self.max_rows > TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -264,6 +268,10 @@ class _Lowering:
         self.nodes.append(made)
         if sends is not None:
             self.senders[item.output] = made
+        if self.limits.wide(self.target) and not item.sampled:
+            size = self.tensors[item.output]
+            behind = -(-self._packed_bytes(item.output) // (4 * size.cols))
+            self.tensors[item.output] = replace(size, rows=size.rows + behind)
 
     def _sends(self, item: FusedMatmul, n: int) -> dict[str, int] | None:
         """Of a product whose elements may go to the peers as they are made: where each says by itself that it is there,
@@ -361,12 +369,15 @@ class _Lowering:
         for name in {self.graph.output, self.exchanges.logits} if linked else {self.graph.output}:
             size = self.tensors[name]  # of a part as well: who finds the largest reckons with the whole vocabulary
             need = -(-(logits.rows + best) * vocab // size.cols) if best else size.rows
+            if self.limits.wide(self.target):  # behind that the packed input
+                need += -(-self._packed_bytes(name) // (4 * size.cols))
             self.tensors[name] = TensorSize(need, size.cols, size.dtype, keep=True)
         self.nodes.append(
             sample.node("sample", vocab=vocab, logits=self.graph.output, scaled="sample.scaled", result="sample.result",
                         max_rows=rows)
         )  # fmt: skip
-        paced, inputs = self.target.backend == "cpu", self.limits.inputs
+        paced = self.target.backend == "cpu" or self.limits.wide(self.target)
+        inputs = self.limits.inputs
         self.nodes.append(
             advance.node(
                 "advance",
@@ -376,6 +387,13 @@ class _Lowering:
                 paced=paced,
             )
         )
+
+    def _packed_bytes(self, output: str) -> int:
+        """Room behind a product's output for its input as wide steps pack it: of each row the squares of 8 shares, and
+        the columns in the type of the weights. See device/cuda_wide.cuh."""
+        product = next(n for n in self.nodes if n.task is matmul.Matmul and n.tensors["output"] == output)
+        capacity, columns = row_capacity(self.limits.max_rows), product.sizes["k_unit"] * product.sizes["units"]
+        return ALIGN + capacity * 8 * 4 + capacity * columns * self.limits.dtype.bytes
 
     # ------------------------------------------------------------------------------------------ parts
     def _tensor(self, name: str, cols: int, rows: int | None = None) -> None:

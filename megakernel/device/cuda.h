@@ -30,7 +30,12 @@ constexpr uint32_t kThreads = kWarps * 32;
 constexpr uint32_t kStageBytes = 16384;
 constexpr uint32_t kRecords = 5;                     // records that control reads ahead
 constexpr uint32_t kRecordReaders = kConsumers + 1 + kLoaders;  // consumers, storer, loaders; the producer reads its own
-constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES;  // inputs, partial sums and merges
+constexpr uint32_t kTileRows = 16;                 // of the matrix cores
+constexpr bool kWide = abi::kMaxRows > kTileRows;  // steps may be wide, see cuda_wide.cuh
+constexpr uint32_t kNarrowRows = kWide ? MEGAKERNEL_NARROW_ROWS : kTileRows;  // more make a step wide
+// Inputs, partial sums and merges; less what headers of more rows take.
+constexpr uint32_t kHeaderBytes = 2 * sizeof(abi::StepHeader) - 1024;
+constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES - (kWide ? kHeaderBytes : 0);
 constexpr uint32_t kStages = MEGAKERNEL_STAGES;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
 constexpr uint32_t kCalm = MEGAKERNEL_CALM < kInFlight ? MEGAKERNEL_CALM : kInFlight;  // the same while loaders ask for values
@@ -178,6 +183,28 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
   __syncthreads();
 }
 
+// Words that others have published, to shared memory: all on their way at once.
+template <uint32_t kBytes>
+MK_DEVICE void copy_many(uint32_t* to, const uint32_t* from) {
+  constexpr uint32_t kQuads = (kBytes / 16 + 31) / 32;
+  const uint32_t lane = threadIdx.x % 32;
+  Quad v[kQuads];
+#pragma unroll
+  for (uint32_t i = 0; i < kQuads; ++i) {
+    if (i * 32 + lane < kBytes / 16) v[i] = load_quad(from + (i * 32 + lane) * 4);
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < kQuads; ++i) {
+    if (i * 32 + lane < kBytes / 16) reinterpret_cast<Quad*>(to)[i * 32 + lane] = v[i];
+  }
+  __syncwarp();
+}
+
+// The first step of a launch may be wide.
+MK_DEVICE void begin_headers(abi::StepHeader& last) {
+  if constexpr (kWide) last.widens = 1;
+}
+
 MK_DEVICE uint32_t worker_index() { return blockIdx.x; }
 MK_DEVICE uint32_t lane_of_warp() { return threadIdx.x % 32; }
 MK_DEVICE void warp_meets() { __syncwarp(); }
@@ -264,6 +291,9 @@ MK_DEVICE const abi::Record* in_shared(const abi::Record* p) {
 // One warp's view of its worker; the 8 consumers together are the group of a simple task. Nothing takes its address, so
 // that everything in it is a register.
 struct Worker {
+  // `advance` says a step ahead that there may be more rows than kNarrowRows.
+  static constexpr bool kWide = dev::kWide;
+  static constexpr uint32_t kNarrowRows = dev::kNarrowRows, kScratchRoom = dev::kScratchBytes;
   const abi::KernelArgs& args;
   const uint32_t id;
   uint64_t step = 0;
@@ -368,7 +398,7 @@ struct Worker {
   }
 
   template <class T>
-  MK_DEVICE T* scratch(uint64_t) {
+  MK_DEVICE T* scratch(uint64_t) const {
     return reinterpret_cast<T*>(block().scratch);
   }
 

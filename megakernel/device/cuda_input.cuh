@@ -202,7 +202,7 @@ __device__ __noinline__ void load_row(bool sampled) {
   l.load();
   const MatrixFields& f = matrix_fields(l.w);
   const RowStash stash(f);
-  if (stash.fits(f, matrix_rows(l.w, sampled), l.w.header->rows)) {
+  if (stash.fits(f, matrix_rows(l.w, sampled), Sums::room(*l.w.header))) {
     RowLoader<kHalf, kNorm, kRounds, kEven>(l, f, stash, sampled).run();
     l.end();
   }

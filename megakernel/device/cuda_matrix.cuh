@@ -19,10 +19,17 @@ constexpr uint32_t kMaxChunks = 4;  // 32-column chunks of a unit in one warp
 struct Sums {
   static constexpr uint32_t kOutputs = kBlockTiles * 8;
 
+  // Rows that the sums of a step have room for. In a wide one only products with few sampled rows have sums.
+  MK_DEVICE static uint32_t room(const abi::StepHeader& h) {
+    if constexpr (kWide) {
+      if (h.rows > kNarrowRows) return h.sampled - 1 < kNarrowRows ? h.sampled : 1;
+    }
+    return h.rows;
+  }
   MK_DEVICE static constexpr uint32_t bytes(uint32_t rows) { return (kConsumers * rows * kOutputs + kConsumers * rows) * 4; }
   // Two, so that the storer reads one while the consumers fill the other; but what is left for inputs is at least what a
   // full step leaves.
-  MK_DEVICE static constexpr uint32_t slots(uint32_t rows) { return 2 * bytes(rows) <= bytes(abi::kMaxRows) ? 2 : 1; }
+  MK_DEVICE static constexpr uint32_t slots(uint32_t rows) { return 2 * bytes(rows) <= bytes(kTileRows) ? 2 : 1; }
   MK_DEVICE static uint32_t slot(uint32_t turn, uint32_t rows) { return turn & (slots(rows) - 1); }
   MK_DEVICE static float* at(uint32_t rows, uint32_t slot) {
     return reinterpret_cast<float*>(block().scratch + kScratchBytes - (slot + 1) * bytes(rows));
@@ -34,7 +41,7 @@ static_assert(Sums::kOutputs == 32, "one output a lane");
 
 constexpr uint32_t least_below() {
   uint32_t out = kScratchBytes;
-  for (uint32_t rows = 1; rows <= abi::kMaxRows; ++rows) out = Sums::below(rows) < out ? Sums::below(rows) : out;
+  for (uint32_t rows = 1; rows <= kTileRows; ++rows) out = Sums::below(rows) < out ? Sums::below(rows) : out;
   return out;
 }
 
@@ -133,7 +140,7 @@ MK_DEVICE float2 chains_sum(const Chains& d, uint32_t high) {
 // Where partial sums of the next block go, once the storer has read what was there.
 struct HandOver {
   MK_DEVICE void begin(Consumer& c) {
-    const uint32_t slot = Sums::slot(c.sums_slot, c.w.header->rows);
+    const uint32_t slot = Sums::slot(c.sums_slot, Sums::room(*c.w.header));
     c.w.wait_barrier(&block().sums_empty[slot], (c.sums_parity >> slot & 1) ^ 1);
   }
 
@@ -142,7 +149,7 @@ struct HandOver {
   MK_DEVICE void put(Consumer& c, const Input& input, const Chains (&d)[kBlockTiles], uint32_t rows, bool norm) {
     Worker& w = c.w;
     const uint32_t group = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
-    const uint32_t room = w.header->rows, slot = Sums::slot(c.sums_slot, room);
+    const uint32_t room = Sums::room(*w.header), slot = Sums::slot(c.sums_slot, room);
     float* sums = Sums::at(room, slot);
     float* out = sums + w.warp() * rows * Sums::kOutputs + pair;
 #pragma unroll
@@ -331,6 +338,12 @@ __device__ __noinline__ void consume_rows(MatrixFlags flags) {
   consume_as<kHalf, ManyRows>(flags);
 }
 
+}  // namespace megakernel::dev
+
+#include "megakernel/device/cuda_wide.cuh"
+
+namespace megakernel::dev {
+
 template <tasks::MatmulConfig kConfig>
 struct Core<tasks::Matmul<kConfig>> {
   static_assert(kConfig.dtype != DType::kF32, "matrix cores take 16-bit weights");
@@ -340,26 +353,53 @@ struct Core<tasks::Matmul<kConfig>> {
   static constexpr MatrixFlags kFlags = MatrixFlags::of(
       kConfig.norm, kConfig.sampled, kConfig.bias, kConfig.softcap, kConfig.epilogue, kConfig.activation);
 
+  // A wide step brings weights in another order.
+  MK_DEVICE static bool needs_header() requires(kWide)
+  {
+    return kConfig.sampled || may_be_wide();
+  }
+  MK_DEVICE static bool wide() {
+    if constexpr (!kWide) return false;
+    const abi::StepHeader& header = block().header[own_state().step & 1];
+    return (kConfig.sampled ? header.sampled : header.rows) > kNarrowRows;
+  }
+
   MK_DEVICE static void produce() {
+    if constexpr (kWide) {
+      if (needs_header() && wide()) return produce_wide<kConfig.sampled>();
+    }
     if (!kConfig.sampled || block().header[block().state[threadIdx.x / 32].step & 1].sampled > 0) produce_rows();
   }
   // As many rounds at once as the input has, and registers allow: with a norm gamma takes some too.
   static constexpr uint32_t kMostRounds = kConfig.norm ? 2 : 4;
   static constexpr uint32_t kRounds = kConfig.rounds > 0 && kConfig.rounds < kMostRounds ? kConfig.rounds : kMostRounds;
 
-  MK_DEVICE static void load() { load_row<kHalf, kConfig.norm, kRounds, kConfig.even>(kFlags.sampled()); }
+  MK_DEVICE static void load() {
+    if constexpr (kWide) {
+      if (wide()) return pack_rows<kHalf, kConfig.norm>(kFlags);
+    }
+    load_row<kHalf, kConfig.norm, kRounds, kConfig.even>(kFlags.sampled());
+  }
   MK_DEVICE static void consume() {
+    if constexpr (kWide) {
+      if (wide()) return consume_wide<kHalf, kFlags.bits>();
+    }
     const RoleState& state = own_state();
     const auto& f = *reinterpret_cast<const MatrixFields*>(state.record->payload);
     const abi::StepHeader& header = block().header[state.step & 1];
     const uint32_t rows = kConfig.sampled ? header.sampled : header.rows;
-    if (RowStash(f).fits(f, rows, header.rows)) {
+    if (RowStash(f).fits(f, rows, Sums::room(header))) {
       consume_row<kHalf>(kFlags);
     } else if (rows > 0) {
       consume_rows<kHalf>(kFlags);
     }
   }
-  MK_DEVICE static void store() { store_rows<kFlags.bits>(); }
+  MK_DEVICE static void store() {
+    if constexpr (kWide) {
+      if (wide()) return clear_wide<kFlags.bits>();
+    }
+    store_rows<kFlags.bits>();
+  }
 };
 
 }  // namespace megakernel::dev

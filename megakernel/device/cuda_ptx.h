@@ -118,6 +118,42 @@ MK_DEVICE void copy_to_shared(void* to, const void* from, uint32_t bytes, uint64
 #endif
 }
 
+// What other workers of this step read too.
+MK_DEVICE uint64_t keeping_policy() {
+  uint64_t policy = 0;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// The same of up to 32 pieces of `bytes`, one behind the other to shared memory; lane i says where piece i comes from.
+MK_DEVICE void copy_pieces(void* to, const void* from, uint32_t bytes, uint32_t pieces, uint64_t* barrier, uint64_t policy) {
+  const uint32_t lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(bytes * pieces) : "memory");
+  }
+  __syncwarp();
+  if (lane < pieces) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to) + lane * bytes), "l"(from), "r"(bytes),
+        "r"(shared_address(barrier)), "l"(policy) : "memory");
+  }
+  __syncwarp();
+#else
+  for (uint32_t piece = 0; piece < pieces; ++piece) {
+    const auto* source = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(from), piece));
+    for (uint32_t at = lane * 16; at < bytes; at += 512) {
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                       shared_address(to) + piece * bytes + at),
+                   "l"(source + at), "l"(policy) : "memory");
+    }
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+
 // One word of each lane from global to shared memory, on its way while the warp goes on; and the wait for all such words.
 MK_DEVICE void copy_word(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");

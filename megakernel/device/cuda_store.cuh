@@ -6,6 +6,11 @@ namespace megakernel::dev {
 // ------------------------------------------------------------------------------------------------ the largest logit
 // Behind the logits, of each sampled row and worker: the largest of the worker's logits with its column as one number in
 // that order, and how many tiles it saw. All ones are not valid yet.
+MK_DEVICE uint32_t sampled_room(const Worker& w) {
+  if constexpr (kWide) return tasks::least(w.args.max_rows, tasks::most(kTileRows, w.args.max_slots));
+  return w.args.max_rows;
+}
+
 struct Largest {
   static constexpr uint64_t kNotFinite = 0xfffffffe00000000u;  // more than any number
 
@@ -19,7 +24,7 @@ struct Largest {
     return uint64_t(high) << 32 | __reduce_max_sync(0xffffffffu, uint32_t(key >> 32) == high ? uint32_t(key) : 0);
   }
   MK_DEVICE static uint64_t* at(const Worker& w, uint32_t logits, uint32_t row, uint32_t worker) {
-    uint64_t* base = tasks::workspace<uint64_t>(w, logits + w.args.max_rows * w.args.vocab * 4);
+    uint64_t* base = tasks::workspace<uint64_t>(w, logits + sampled_room(w) * w.args.vocab * 4);
     return base + 2 * (row * w.args.workers + worker);
   }
 };
@@ -86,7 +91,7 @@ struct RowStorer {
     float bias = 0.0f, before_it = 0.0f;
     if (flags.bias() && lane / 8 < tiles) bias = load_constant(tasks::weights<float>(w, f.bias) + mine * 8 + within);
     if (residual && active) before_it = await(w, old);
-    const uint32_t room = w.header->rows, slot = Sums::slot(s.sums_slot, room), past_rows = w.last->rows;
+    const uint32_t room = Sums::room(*w.header), slot = Sums::slot(s.sums_slot, room), past_rows = w.last->rows;
     const float* sums = Sums::at(room, slot);
     w.wait_barrier(&block().sums_full[slot], s.sums_parity >> slot & 1);
     trace::ready(w, abi::Role::kStorer, once);
@@ -155,9 +160,19 @@ struct RowStorer {
       store_long(out + 1, tiles);
       if constexpr (abi::kRanks > 1) send_largest(w, lane, best, tiles);
     }
-    if (lane < w.last->sampled) {
+    if constexpr (kWide) {
+      clear_best(w, f);
+    } else if (lane < w.last->sampled) {
       store_long(before(w, out), ~uint64_t(0));
       store_long(before(w, out) + 1, ~uint64_t(0));
+    }
+  }
+
+  MK_DEVICE static void clear_best(const Worker& w, const MatrixFields& f) {
+    for (uint32_t r = w.warp_lane(); r < w.last->sampled; r += 32) {
+      uint64_t* out = before(w, Largest::at(w, f.output, r, w.id));
+      store_long(out, ~uint64_t(0));
+      store_long(out + 1, ~uint64_t(0));
     }
   }
 };

@@ -68,6 +68,9 @@ struct Core<tasks::Advance<kConfig>> {
     uint64_t posted = 0;
     if (w.lane() == 0) posted = load_system(&tasks::at<abi::Mailbox>(w.args.mailbox)->posted);  // it is far: ask now
     bool all = true;
+    if constexpr (kWide) {
+      all = take_many(w, f, sampled);
+    } else
 #pragma unroll 1
     for (uint32_t s = 0; s < sampled; ++s) {
       const bool quick = f.logits != abi::kNone && wants_largest_only(w, s);
@@ -83,6 +86,24 @@ struct Core<tasks::Advance<kConfig>> {
     w.sync();
     c.free_input();
     c.save();
+  }
+
+  // Each lane looks at the wishes of a row, then each warp takes every eighth. Whether these were all.
+  MK_DEVICE static bool take_many(Worker& w, const Fields& f, uint32_t sampled) {
+    bool all = true;
+#pragma unroll 1
+    for (uint32_t base = 0; base < sampled; base += 32) {
+      const uint32_t own = base + w.warp_lane();
+      const uint32_t quick =
+          __ballot_sync(0xffffffffu, own < sampled && f.logits != abi::kNone && wants_largest_only(w, own));
+      const uint32_t count = tasks::least(32, sampled - base);
+      all = all && quick == 0xffffffffu >> (32 - count);
+#pragma unroll 1
+      for (uint32_t i = w.warp(); i < count; i += kConsumers) {
+        if (quick >> i & 1) take_largest(w, f, base + i);
+      }
+    }
+    return all;
   }
 
   // Waits until the workers' shares are all of the vocabulary.

@@ -30,6 +30,16 @@ concept Clearing = requires { dev::Core<T>::clear_last(); };
 template <class T>
 concept Idling = requires(Worker& w, const abi::Record& r) { dev::Core<T>::idles(w, r); };
 
+// A task whose producer wants the header in some steps only.
+template <class T>
+concept Asking = requires { dev::Core<T>::needs_header(); };
+
+template <class T>
+MK_DEVICE bool needs_header() {
+  if constexpr (Asking<T>) return dev::Core<T>::needs_header();
+  return dev::Core<T>::kNeedsHeader;
+}
+
 template <class... T>
 constexpr bool makes_headers(TaskList<T...>) {
   return (Beginning<T> || ...);
@@ -222,7 +232,7 @@ MK_DEVICE void run_producer(bool one_step) {
       if (opcode == abi::kEnd) break;
       dispatch<0>(opcode, []<class T>() {
         if constexpr (dev::Core<T>::kProduces) {
-          if (!dev::Core<T>::kNeedsHeader || step_runs()) dev::Core<T>::produce();
+          if (!needs_header<T>() || step_runs()) dev::Core<T>::produce();
         }
       }, Tasks{});
       trace::published(dev::Loaded(), abi::Role::kProducer);
@@ -268,6 +278,7 @@ MK_DEVICE void watch(Worker& w, Ready ready, abi::FaultKind kind) {
 MK_DEVICE void copy_header(const Worker& w, uint64_t step) {
   const auto* from = reinterpret_cast<const uint32_t*>(queue::header(w, step));
   auto* to = reinterpret_cast<uint32_t*>(&block().header[step & 1]);
+  if constexpr (sizeof(abi::StepHeader) > 512) return dev::copy_many<sizeof(abi::StepHeader)>(to, from);
   for (uint32_t i = w.warp_lane(); i < sizeof(abi::StepHeader) / 4; i += 32) to[i] = dev::load_word(from + i);
   dev::warp_meets();
 }
@@ -314,6 +325,7 @@ MK_DEVICE void run_control(bool one_step) {
   const uint64_t last_step = queue::launch(w)->step;
   w.begin_step(last_step);
   copy_header(w, last_step);  // of the last launch, whose values are to be cleared
+  dev::begin_headers(block().header[last_step & 1]);
   if (w.warp_lane() == 0) queue::arrive(w);
   if (w.id == 0) {
     const uint32_t* arrived = &queue::launch(w)->arrived;

@@ -14,6 +14,7 @@ struct Advance {
   using Fields = abi::AdvanceFields;
 
   MK_DEVICE static void execute(Worker& w, const abi::Record&, const Fields& f) {
+    if constexpr (together<Worker>()) return execute_together(w, f);
     const uint64_t reported = launch(w)->ring_written;
     if constexpr (kConfig.paced) {
       if (w.lane() == 0) measure(w);
@@ -34,6 +35,7 @@ struct Advance {
 
   // The first header of a launch, made by worker 0 when all have answered the roll-call.
   MK_DEVICE static void begin(Worker& w) {
+    if constexpr (together<Worker>()) return begin_together(w);
     const uint64_t reported = launch(w)->ring_written;
     take_commands(w);
     if (given_up(w)) return;
@@ -47,6 +49,160 @@ struct Advance {
   }
 
  private:
+  // Whether the lanes share out the rows and slots of a step, because there may be many.
+  template <class W>
+  MK_DEVICE static constexpr bool together() {
+    if constexpr (requires { W::kWide; }) return W::kWide;
+    return false;
+  }
+
+  template <class W>
+  MK_DEVICE static void execute_together(W& w, const Fields& f) {
+    const uint64_t reported = launch(w)->ring_written;
+    if (kConfig.paced && w.args.step_budget_ns != 0) {
+      Carried c;
+      for (uint32_t r = w.lane(); r < w.header->rows; r += w.lanes()) count_row(w, w.header->row[r], c);
+      c.prompt = w.sum(int32_t(c.prompt));
+      c.decode = w.sum(int32_t(c.decode));
+      if (w.lane() == 0) adapt(w, c);
+    }
+    const auto* results = workspace<const abi::SampleResult>(w, f.result);
+    for (uint32_t r = w.lane(); r < w.header->rows; r += w.lanes()) {
+      const abi::Row& row = w.header->row[r];
+      if (r + 1 < w.header->rows && w.header->row[r + 1].slot == row.slot) continue;  // not the last of its slot
+      abi::SlotState& slot = slots(w)[row.slot];
+      slot.position = row.position + 1;
+      if (row.sample != abi::kNone) take_token<true>(w, row, slot, results[row.sample], reported + row.sample);
+    }
+    w.sync();
+    if (w.lane() == 0) {
+      launch(w)->steps_run += 1;
+      launch(w)->tokens_out += w.header->sampled;
+      launch(w)->ring_written = reported + w.header->sampled;
+    }
+    w.sync();
+    take_commands(w);
+    if (given_up(w)) return;
+    prepare_together(w, w.step + 1, *w.header, false);
+    if (w.lane() == 0) {
+      const uint64_t finished = w.step * w.args.workers - 1;
+      if (w.wait(&launch(w)->finished, finished, abi::FaultKind::kHeaderBudget, abi::kNone)) announce(w, w.step + 1);
+      report_events(w, reported);
+    }
+    w.sync();
+  }
+
+  template <class W>
+  MK_DEVICE static void begin_together(W& w) {
+    const uint64_t reported = launch(w)->ring_written, step = launch(w)->step + 1;
+    take_commands(w);
+    if (given_up(w)) return;
+    prepare_together(w, step, at<const abi::StepHeader>(w.args.headers)[step & 1 ^ 1], true);
+    if (w.lane() == 0) {
+      announce(w, step);
+      report_events(w, reported);
+    }
+    w.sync();
+  }
+
+  // Where a header is made, at hand of all lanes: the slots lie behind it.
+  struct Board {
+    abi::StepHeader header;
+    struct alignas(16) Quad {
+      uint32_t v[4];
+    };
+    uint32_t ready[1];  // of each slot, then the slots
+
+    MK_DEVICE static uint32_t slots_at(uint32_t count) { return (sizeof(Board) + count * 4 + 127) / 128 * 128; }
+    template <class W>
+    MK_DEVICE static bool fits(const W&, uint32_t count) {
+      return count < 1024 && slots_at(count) + count * uint32_t(sizeof(abi::SlotState)) <= W::kScratchRoom;
+    }
+    template <class W>
+    MK_DEVICE static void copy(const W& w, void* to, const void* from, uint32_t bytes) {
+      for (uint32_t i = w.lane(); i < bytes / sizeof(Quad); i += w.lanes()) {
+        static_cast<Quad*>(to)[i] = static_cast<const Quad*>(from)[i];
+      }
+    }
+  };
+  static_assert(sizeof(abi::SlotState) % 16 == 0 && sizeof(abi::StepHeader) % 16 == 0);
+
+  // The slots, for who makes a header.
+  template <class W>
+  MK_DEVICE static const abi::SlotState* table(const W& w) {
+    if constexpr (together<W>()) {
+      auto* board = w.template scratch<uint8_t>(1);
+      if (Board::fits(w, w.args.max_slots)) return reinterpret_cast<abi::SlotState*>(board + Board::slots_at(w.args.max_slots));
+    }
+    return slots(w);
+  }
+
+  // Some devices bring the weights of a wide step, of more than `kNarrowRows`, in another order, and begin to do so before
+  // they know its rows. So the header before says whether a step may be wide; in the first of a launch nobody is ahead.
+  template <class W>
+  MK_DEVICE static void prepare_together(W& w, uint64_t step, const abi::StepHeader& last, bool first) {
+    Board& board = *w.template scratch<Board>(1);
+    abi::StepHeader& h = board.header;
+    const uint32_t count = w.args.max_slots;
+    const bool fits = Board::fits(w, count);
+    if (fits) Board::copy(w, const_cast<abi::SlotState*>(table(w)), slots(w), count * sizeof(abi::SlotState));
+    w.sync();
+    uint32_t own = 0;  // of these slots: prompts, active ones, ready to decode; 10 bits each
+    for (uint32_t i = w.lane(); i < count && fits; i += w.lanes()) {
+      const abi::SlotState& slot = table(w)[i];
+      const bool ready = active(slot) && slot.position >= slot.prompt_length && !gated(slot, slot.position + 1);
+      own += (prompt_rows(w, i) > 0) << 20 | active(slot) << 10 | ready;
+      board.ready[i] = ready;
+    }
+    const uint32_t all = w.sum(int32_t(own)), ready = all & 1023, wanted = all >> 10 & 1023;
+    const uint32_t room = first || last.widens != 0 ? w.args.max_rows : least(w.args.max_rows, W::kNarrowRows);
+    const bool decodes = fits && all >> 20 == 0 && count <= w.args.max_rows && ready <= room;
+    if (decodes) {
+      for (uint32_t i = w.lane(); i < count; i += w.lanes()) {
+        if (board.ready[i] != 0) decode_row(h, i, table(w)[i], board.ready);
+      }
+    }
+    if (w.lane() == 0) {
+      h.step = step;
+      if (decodes) {
+        h.rows = h.sampled = ready;
+      } else {
+        share_rows(w, h, room);
+      }
+      h.widens = (decodes ? wanted : rows_wanted(w)) > W::kNarrowRows;
+      h.wide_rows = last.wide_rows + (h.rows > W::kNarrowRows ? h.rows : 0);
+      h.wide_sampled = last.wide_sampled + (h.sampled > W::kNarrowRows ? h.sampled : 0);
+      if (w.args.step_budget_ns != 0) launch(w)->began_ns = dev::clock_ns();
+      begin_or_exit(w, launch(w), h, step);
+    }
+    w.sync();
+    if (!decodes) {  // prompts are far away
+      for (uint32_t r = w.lane(); r < h.rows; r += w.lanes()) {
+        abi::Row& row = h.row[r];
+        if (row.position < table(w)[row.slot].prompt_length) row.token = tokens(w, row.slot)[row.position];
+      }
+      w.sync();
+    }
+    Board::copy(w, at<abi::StepHeader>(w.args.headers) + (step & 1), &h, sizeof(abi::StepHeader));
+    w.sync();
+  }
+
+  MK_DEVICE static void decode_row(abi::StepHeader& h, uint32_t index, const abi::SlotState& slot, const uint32_t* ready) {
+    uint32_t place = 0;
+    for (uint32_t i = 0; i < index; ++i) place += ready[i];
+    h.row[place] = {slot.last_token, index, slot.position, place, slot.position};
+    h.sample_row[place] = place;
+  }
+
+  template <class W>
+  MK_DEVICE static uint32_t rows_wanted(const W& w) {
+    uint64_t out = 0;
+    for (uint32_t i = 0; i < w.args.max_slots; ++i) {
+      if (active(table(w)[i])) out += most(1, prompt_rows(w, i));
+    }
+    return out > abi::kMaxRows ? abi::kMaxRows : uint32_t(out);
+  }
+
   // Rank 0 has not decided: no header.
   template <class W>
   MK_DEVICE static bool given_up(const W& w) {
@@ -92,13 +248,15 @@ struct Advance {
       const abi::Row& row = h.row[r];
       abi::SlotState& slot = slots(w)[row.slot];
       slot.position = row.position + 1;
-      if (row.sample != abi::kNone) take_token(w, row, slot, results[row.sample]);
+      if (row.sample != abi::kNone) take_token<false>(w, row, slot, results[row.sample], 0);
     }
     launch(w)->steps_run += 1;
   }
 
+  // `number`: of the event, where others are made at the same time.
+  template <bool kTogether>
   MK_DEVICE static void take_token(
-      Worker& w, const abi::Row& row, abi::SlotState& slot, const abi::SampleResult& result) {
+      Worker& w, const abi::Row& row, abi::SlotState& slot, const abi::SampleResult& result, uint64_t number) {
     const uint32_t position = row.position + 1;  // of the new token
     slot.last_token = result.token;
     if (position < w.args.max_context) tokens(w, row.slot)[position] = result.token;
@@ -110,7 +268,8 @@ struct Advance {
     for (uint32_t i = 0; i < slot.stop_count; ++i) {
       if (slot.stop[i] == result.token) finish = abi::Finish::kStop;
     }
-    abi::TokenEvent& event = *next_event(w);
+    abi::TokenEvent& event =
+        kTogether ? at<abi::TokenRing>(w.args.ring)->entry[number % abi::kRingEntries] : *next_event(w);
     event.kind = uint32_t(abi::EventKind::kToken);
     event.slot = row.slot;
     event.request = slot.request;
@@ -125,7 +284,7 @@ struct Advance {
       event.top_token[i] = result.top_token[i];
       event.top_logprob[i] = result.top_logprob[i];
     }
-    launch(w)->tokens_out += 1;
+    if constexpr (!kTogether) launch(w)->tokens_out += 1;
     if (finish != abi::Finish::kNone) slot.status = uint32_t(abi::SlotStatus::kFree);
   }
 
@@ -228,11 +387,14 @@ struct Advance {
     abi::StepHeader& h = at<abi::StepHeader>(w.args.headers)[step & 1];
     h.step = step;
     if constexpr (kConfig.paced) {
-      share_rows(w, h);
+      share_rows(w, h, w.args.max_rows);
       if (w.args.step_budget_ns != 0) state->began_ns = dev::clock_ns();
     } else {
       fill_rows(w, h);
     }
+    begin_or_exit(w, state, h, step);
+  }
+  MK_DEVICE static void begin_or_exit(Worker& w, abi::LaunchState* state, abi::StepHeader& h, uint64_t step) {
     abi::ExitReason exit = abi::ExitReason::kRunning;
     if (state->step >= w.args.step_limit) exit = abi::ExitReason::kSteps;
     if (h.rows == 0) exit = abi::ExitReason::kIdle;
@@ -282,19 +444,20 @@ struct Advance {
 
   MK_DEVICE static Carried carried(const Worker& w) {
     Carried c;
-    for (uint32_t r = 0; r < w.header->rows; ++r) {
-      const abi::Row& row = w.header->row[r];
-      ++(row.position < slots(w)[row.slot].prompt_length ? c.prompt : c.decode);
-    }
+    for (uint32_t r = 0; r < w.header->rows; ++r) count_row(w, w.header->row[r], c);
     return c;
+  }
+  MK_DEVICE static void count_row(const Worker& w, const abi::Row& row, Carried& c) {
+    ++(row.position < slots(w)[row.slot].prompt_length ? c.prompt : c.decode);
   }
 
   // The chunk follows what steps with decode and prompt rows took.
   MK_DEVICE static void measure(Worker& w) {
+    if (w.args.step_budget_ns != 0) adapt(w, carried(w));
+  }
+  MK_DEVICE static void adapt(Worker& w, const Carried& c) {
     const uint64_t budget = w.args.step_budget_ns;
-    if (budget == 0) return;
     abi::LaunchState* state = launch(w);
-    const Carried c = carried(w);
     if (c.prompt == 0 || c.decode == 0) return;
     const uint64_t took = dev::clock_ns() - state->began_ns;
     const uint32_t chunk = chunk_of(w);
@@ -312,18 +475,17 @@ struct Advance {
   }
 
   // One row for each slot past its prompt, then the prompts share the room that is left.
-  MK_DEVICE static void share_rows(Worker& w, abi::StepHeader& h) {
+  MK_DEVICE static void share_rows(Worker& w, abi::StepHeader& h, uint32_t room) {
     h.rows = 0;
     h.sampled = 0;
     const uint32_t count = w.args.max_slots, start = uint32_t(h.step % count);
     uint32_t prompts = 0;
     for (uint32_t i = 0; i < count; ++i) prompts += prompt_rows(w, i) > 0;
-    const uint32_t room = w.args.max_rows;
     uint32_t decode_room = room;  // more slots than rows take turns; a prompt is never starved, nor does it starve others
     if (prompts > 0) decode_room = room > 1 ? room - 1 : uint32_t(h.step % 2);
     for (uint32_t i = 0; i < count && h.rows < decode_room; ++i) {
       const uint32_t index = count > room ? (start + i) % count : i;
-      const abi::SlotState& slot = slots(w)[index];
+      const abi::SlotState& slot = table(w)[index];
       if (!active(slot) || slot.position < slot.prompt_length || gated(slot, slot.position + 1)) continue;
       add_row(h, index, slot.last_token, slot.position, slot.position, true);
     }
@@ -345,7 +507,7 @@ struct Advance {
 
   // Prompt tokens of a slot that the next step may compute.
   MK_DEVICE static uint32_t prompt_rows(const Worker& w, uint32_t index) {
-    const abi::SlotState& slot = slots(w)[index];
+    const abi::SlotState& slot = table(w)[index];
     if (!active(slot) || slot.position >= slot.prompt_length) return 0;
     return slot.prompt_length - slot.position - (gated(slot, slot.prompt_length) ? 1 : 0);
   }
@@ -369,10 +531,11 @@ struct Advance {
   }
 
   MK_DEVICE static void add_prompt(const Worker& w, abi::StepHeader& h, uint32_t index, uint32_t rows) {
-    const abi::SlotState& slot = slots(w)[index];
+    const abi::SlotState& slot = table(w)[index];
     const int32_t* prompt = tokens(w, index);
     for (uint32_t p = slot.position; p < slot.position + rows; ++p) {
-      add_row(h, index, prompt[p], p, slot.position, p + 1 == slot.prompt_length);
+      const int32_t token = together<Worker>() ? 0 : prompt[p];  // together: later, by all lanes
+      add_row(h, index, token, p, slot.position, p + 1 == slot.prompt_length);
     }
   }
 

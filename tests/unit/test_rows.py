@@ -58,8 +58,10 @@ def test_programs_get_what_the_model_says_or_what_was_asked_for() -> None:
 def test_a_workspace_has_a_limit() -> None:
     with pytest.raises(CapacityError, match=r"the workspace takes .* must stay below 4 GiB; lower max_rows"):
         make_plan({**CONFIG, "num_attention_heads": 48, "head_dim": 64}, CPU, max_rows=512, max_context=300000)
-    with pytest.raises(LoweringError, match="max_rows 32: the kernels of target sm_90a have room for 16 rows"):
-        make_plan({**CONFIG, "head_dim": 32}, find_target("sm_90a"), max_rows=32)
+    with pytest.raises(LoweringError, match="max_rows 65: the kernels of target sm_90a have room for 64 rows"):
+        make_plan({**CONFIG, "head_dim": 32}, find_target("sm_90a"), max_rows=65)
+    with pytest.raises(LoweringError, match="max_rows 17: the kernels of target gfx942 have room for 16 rows"):
+        make_plan({**CONFIG, "head_dim": 32}, find_target("gfx942"), max_rows=17)
 
 
 def test_headers_grow_in_few_sizes() -> None:

@@ -1,0 +1,357 @@
+// Products of wide steps, of more than 16 rows, with the bits of narrow ones. Part of cuda_matrix.cuh.
+//
+// An output is the sum over the eight shares of the columns, in order, of two chains over a share's chunks. In a narrow
+// step each warp has a share and all rows. Here each warp has some of the rows and some of the tiles and goes through the
+// shares itself, one after the other, so that the chains of one share at a time are all that it keeps. Hence the order of
+// the stages: of a group of tiles, for each share, for each unit, the share's chunks of that unit, of the input and of all
+// tiles of the group (a slice). Each byte of the weights comes once a step.
+//
+// The input is packed once, by the loaders of all workers that have tiles of the product: each packs some (row, share),
+// behind the product's output, and when all have said so on a counter the producers copy slices of it into their rings.
+#pragma once
+
+namespace megakernel::dev {
+
+constexpr uint32_t kWideTiles = 8;           // of a group
+constexpr uint32_t kWideAhead = kStages / 2;  // stages of weights before the first of the input; see WideOrder
+static_assert(abi::kMaxRows <= 64, "four tiles of 16 rows");
+
+// ------------------------------------------------------------------------------------------------ what and where
+// Of a step that the producer is at: whether it has to know its rows.
+MK_DEVICE bool may_be_wide() {
+  if constexpr (kWide) return block().header[own_state().step & 1 ^ 1].widens != 0;
+  return false;
+}
+
+// The packed input of a product, behind its output: of each row the squares of its shares, then the slices, of each chunk
+// the rows of the step in 16s, of each row four octets of 8 columns.
+struct PackedInput {
+  static constexpr uint32_t kSquareBytes = abi::kMaxRows * kConsumers * 4;
+  uint8_t* base;
+  uint32_t padded;  // rows
+
+  MK_DEVICE PackedInput(const Worker& w, const MatrixFields& f, bool sampled) {
+    const uint32_t rows = sampled ? sampled_room(w) : w.args.max_rows;
+    const uint32_t columns = sampled ? w.args.vocab : f.n;
+    const uint32_t behind = rows * columns * 4 + (sampled ? rows * w.args.workers * 16 : 0);
+    base = tasks::workspace<uint8_t>(w, (f.output + behind + 255) / 256 * 256);
+    padded = (matrix_rows(w, sampled) + 15) / 16 * 16;
+  }
+  MK_DEVICE float* squares(uint32_t row) const { return reinterpret_cast<float*>(base) + row * kConsumers; }
+  MK_DEVICE uint8_t* chunk(uint32_t index) const { return base + kSquareBytes + uint64_t(index) * padded * 64; }
+};
+
+MK_DEVICE uint64_t* packed_counter(const Worker& w) { return counter_of(w, w.args.counter_count - 1 - w.record->node); }
+
+MK_DEVICE uint32_t tiles_of(const MatrixFields& f, MatrixFlags flags) {
+  const uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
+  return (f.n + width - 1) / width;
+}
+
+// How a record's tiles go in groups, and how many units of a share make a slice: as many as fit a stage.
+struct WideShape {
+  uint32_t chunks, units, tiles, group, row_bytes;  // row_bytes: of a chunk of the input
+
+  MK_DEVICE WideShape(const abi::Record& record, const MatrixFields& f, uint32_t padded)
+      : chunks(f.k_unit / 32), units(f.units), tiles(record.tile_count), row_bytes(padded * 64) {
+    const uint32_t groups = (tiles + kWideTiles - 1) / kWideTiles;
+    group = (tiles + groups - 1) / groups;
+  }
+  MK_DEVICE uint32_t slice_units(uint32_t count_of_tiles) const {
+    const uint32_t chunk_bytes = tasks::most(row_bytes, count_of_tiles * 512), most = (chunks + kConsumers - 1) / kConsumers;
+    return tasks::least(units, kStageBytes / (chunk_bytes * most));
+  }
+  MK_DEVICE uint32_t slices_of(uint32_t count_of_tiles) const {
+    const uint32_t each = slice_units(count_of_tiles);
+    return tasks::least(chunks, kConsumers) * ((units + each - 1) / each);
+  }
+  MK_DEVICE uint32_t slices() const {
+    const uint32_t whole = tiles / group, left = tiles - whole * group;
+    return whole * slices_of(group) + (left > 0 ? slices_of(left) : 0);
+  }
+};
+
+// The slices of a record in order: groups of tiles, shares, units.
+struct Slices {
+  const WideShape& shape;
+  uint32_t tile = 0, group, each, share = 0, unit = 0, now, first = 0, count = 0;  // now: units of this slice
+
+  MK_DEVICE Slices(const WideShape& of) : shape(of) { begin_group(); }
+  MK_DEVICE bool done() const { return tile >= shape.tiles; }
+  MK_DEVICE uint32_t chunk() const { return first * shape.units + unit * count; }  // of the packed input
+  MK_DEVICE bool ends_share() const { return unit + now == shape.units; }
+  MK_DEVICE bool ends_group() const { return ends_share() && first + count == shape.chunks; }
+
+  MK_DEVICE void next() {
+    unit += now;
+    if (unit == shape.units) {
+      unit = 0;
+      if (first + count == shape.chunks) {
+        share = 0;
+        tile += group;
+        begin_group();
+        return;
+      }
+      ++share;
+      begin_share();
+    }
+    now = tasks::least(each, shape.units - unit);
+  }
+
+ private:
+  MK_DEVICE void begin_group() {
+    group = tasks::least(shape.group, shape.tiles - tile);
+    each = now = done() ? 1 : shape.slice_units(group);
+    begin_share();
+  }
+  // Of few chunks some shares have none.
+  MK_DEVICE void begin_share() {
+    do {
+      first = share * shape.chunks / kConsumers;
+      count = (share + 1) * shape.chunks / kConsumers - first;
+    } while (count == 0 && ++share < kConsumers);
+  }
+};
+
+// Slices and their stages: weights of the first kWideAhead slices, then by turns weights of a later slice and input. So
+// weights are on their way while the input is awaited, and a stage is wanted again only after those before it were read:
+// twice kWideAhead is at most the ring.
+struct WideOrder {
+  Ring weights, input;
+  uint32_t at = 0, slices;
+
+  MK_DEVICE WideOrder(Ring ring, const WideShape& shape) : weights(ring), input(ring), slices(shape.slices()) {
+    input.skip(tasks::least(slices, kWideAhead));
+  }
+  MK_DEVICE void next() {
+    if (at + 1 >= kWideAhead) weights.next();
+    weights.next();
+    if (at + kWideAhead < slices) input.next();
+    input.next();
+    ++at;
+  }
+  MK_DEVICE Ring end() const { return input; }  // when all are taken
+};
+
+// ------------------------------------------------------------------------------------------------ producer
+// The code of one warp: what it executes for a stage is what a slice costs at least. It counts no copies on their way, the
+// ring is bound enough; in the end they count as a whole ring of them.
+struct WideProducer {
+  Producer& p;
+
+  MK_DEVICE void put(const void* from, uint32_t bytes, uint32_t pieces, uint64_t policy) {
+    Block& b = block();
+    const Ring head = p.head;
+    p.w.watch_barrier(&b.empty[head.slot], head.parity ^ 1);
+    trace::ready(p.w, abi::Role::kProducer);
+    b.copying[head.slot] = uint8_t(2 + head.parity);
+    copy_pieces(b.ring[head.slot], from, bytes, pieces, &b.full[head.slot], policy);
+    p.head.next();
+  }
+
+  // All parts of the input are packed.
+  MK_DEVICE void await(uint64_t target) {
+    const uint64_t* counter = packed_counter(p.w);
+    Patience patience;
+    uint64_t value;
+    while ((value = load_acquire(counter)) < target) {
+      if (!patience.over()) continue;
+      const uint32_t index = p.w.args.counter_count - 1 - p.w.record->node;
+      if (atomicCAS(&block().stop, 0u, 1u) == 0) {
+        block().words = {abi::FaultKind::kWaitBudget, threadIdx.x / 32, index, 0, value, target};
+      }
+      drain_copies();
+      end_thread();
+    }
+    fence_global_for_copies();
+  }
+
+  // Copies of whole laps ago have landed: the barriers say so at once.
+  MK_DEVICE void end() {
+    p.tail = p.head;
+    p.tail.parity ^= 1;
+    p.in_flight = kStages;
+  }
+};
+
+template <bool kSampled>
+__device__ __noinline__ void produce_wide() {
+  Producer p;
+  p.load();
+  Worker& w = p.w;
+  const abi::Record& record = *w.record;
+  const MatrixFields& f = matrix_fields(w);
+  const PackedInput packed(w, f, kSampled);
+  const WideShape shape(record, f, packed.padded);
+  const uint32_t unit_bytes = f.k_unit * 16;
+  const uint64_t tile_bytes = uint64_t(unit_bytes) * f.units;
+  const char* weights = tasks::weights<char>(w, f.weight) + record.tile_begin * tile_bytes;
+  const uint64_t keep = keeping_policy();
+  WideProducer out{p};
+  Slices ahead(shape), at(shape);
+  bool known = false;
+#pragma unroll 1
+  for (uint32_t early = 0; !at.done();) {
+    if (early < kWideAhead && !ahead.done()) {
+      // One lane a piece: a tile's part of a unit.
+      const uint32_t pieces = ahead.now * ahead.group, unit = w.warp_lane() / ahead.group;
+      const char* from = weights + (ahead.tile + w.warp_lane() - unit * ahead.group) * tile_bytes +
+                         (ahead.unit + unit) * unit_bytes + ahead.first * 512;
+      out.put(from, ahead.count * 512, pieces, p.policy);
+      ahead.next();
+      ++early;
+      continue;
+    }
+    if (!known) out.await(kConsumers * (kSampled ? w.header->wide_sampled : w.header->wide_rows));
+    known = true;
+    out.put(packed.chunk(at.chunk()), at.now * at.count * shape.row_bytes, 1, keep);
+    at.next();
+    --early;
+  }
+  out.end();
+  p.save();
+}
+
+// ------------------------------------------------------------------------------------------------ a warp's part
+// Which tiles of rows and of weights a warp has: up to two of either.
+struct WidePart {
+  static constexpr uint32_t kMost = 2, kRowStride = 2, kTileStride = 4;
+  uint32_t first_rows, first_tile, row_tiles, tiles;
+
+  MK_DEVICE WidePart(uint32_t warp, uint32_t padded, uint32_t group) {
+    const uint32_t all = padded / 16;
+    if (all == 1) {  // each tile a warp
+      first_rows = 0, first_tile = warp;
+      row_tiles = 1, tiles = warp < group;
+    } else if (group <= 2) {
+      first_rows = warp % 4, first_tile = warp / 4;
+      row_tiles = first_rows < all, tiles = first_tile < group;
+    } else {
+      first_rows = warp % 2, first_tile = warp / 2;
+      row_tiles = first_rows + kRowStride < all ? 2 : 1;
+      tiles = first_tile >= group ? 0 : group > first_tile + kTileStride ? 2 : 1;
+    }
+    if (tiles == 0 || row_tiles == 0) tiles = row_tiles = 0;
+  }
+  MK_DEVICE uint32_t row_tile(uint32_t i) const { return first_rows + i * kRowStride; }
+  MK_DEVICE uint32_t tile(uint32_t j) const { return first_tile + j * kTileStride; }
+};
+
+using WideChains = Chains[WidePart::kMost][WidePart::kMost];
+
+}  // namespace megakernel::dev
+
+#include "megakernel/device/cuda_wide_input.cuh"
+#include "megakernel/device/cuda_wide_store.cuh"
+
+namespace megakernel::dev {
+
+// ------------------------------------------------------------------------------------------------ consumer
+// One chunk; the same of the warp's second tile of weights is `tile_bytes` further.
+template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles>
+MK_DEVICE void multiply_part(WideChains& d, const uint8_t* input, const uint8_t* weights, uint32_t tile_bytes) {
+  Quad low[kRowTiles], high[kRowTiles], b[kTiles];
+#pragma unroll
+  for (uint32_t i = 0; i < kRowTiles; ++i) {
+    low[i] = *reinterpret_cast<const Quad*>(input + i * (WidePart::kRowStride * 1024));
+    high[i] = *reinterpret_cast<const Quad*>(input + i * (WidePart::kRowStride * 1024) + 512);
+  }
+#pragma unroll
+  for (uint32_t j = 0; j < kTiles; ++j) b[j] = *reinterpret_cast<const Quad*>(weights + j * tile_bytes);
+#pragma unroll
+  for (uint32_t i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (uint32_t j = 0; j < kTiles; ++j) {
+      multiply<kHalf>(d[i][j][0], low[i].x, high[i].x, low[i].z, high[i].z, b[j].x, b[j].y);
+      multiply<kHalf>(d[i][j][1], low[i].y, high[i].y, low[i].w, high[i].w, b[j].z, b[j].w);
+    }
+  }
+}
+
+// A warp's part of a unit of a slice: most units have four chunks of a share.
+template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles>
+MK_DEVICE void multiply_unit(WideChains& d, const uint8_t* input, const uint8_t* weights, uint32_t row_bytes, uint32_t count) {
+  if (count == kMaxChunks) {
+#pragma unroll
+    for (uint32_t c = 0; c < kMaxChunks; ++c) {
+      multiply_part<kHalf, kRowTiles, kTiles>(
+          d, input + c * row_bytes, weights + c * 512, WidePart::kTileStride * kMaxChunks * 512);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (uint32_t c = 0; c < count; ++c) {
+    multiply_part<kHalf, kRowTiles, kTiles>(d, input + c * row_bytes, weights + c * 512, WidePart::kTileStride * count * 512);
+  }
+}
+
+// One slice, and its stages are free again.
+template <bool kHalf>
+MK_DEVICE void take_slice(Consumer& c, const WideOrder& order, const Slices& at, const WidePart& part, WideChains& d) {
+  Worker& w = c.w;
+  w.wait_barrier(&block().full[order.weights.slot], order.weights.parity);
+  w.wait_barrier(&block().full[order.input.slot], order.input.parity);
+  trace::ready(w, abi::Role::kConsumer);
+  const uint8_t* input = block().ring[order.input.slot] + part.first_rows * 1024 + w.warp_lane() * 16;
+  const uint8_t* weights = block().ring[order.weights.slot] + part.first_tile * at.count * 512 + w.warp_lane() * 16;
+  const uint32_t row_bytes = at.shape.row_bytes;
+#pragma unroll 1
+  for (uint32_t unit = 0; unit < at.now; ++unit) {
+    if (part.row_tiles == 2) {
+      if (part.tiles == 2) {
+        multiply_unit<kHalf, 2, 2>(d, input, weights, row_bytes, at.count);
+      } else {
+        multiply_unit<kHalf, 2, 1>(d, input, weights, row_bytes, at.count);
+      }
+    } else if (part.tiles == 2) {
+      multiply_unit<kHalf, 1, 2>(d, input, weights, row_bytes, at.count);
+    } else if (part.tiles == 1) {
+      multiply_unit<kHalf, 1, 1>(d, input, weights, row_bytes, at.count);
+    }
+    input += at.count * row_bytes;
+    weights += at.group * at.count * 512;
+  }
+  __syncwarp();
+  if (w.warp_lane() == 0) {
+    barrier_arrive(&block().empty[order.weights.slot]);
+    barrier_arrive(&block().empty[order.input.slot]);
+  }
+}
+
+template <bool kHalf, uint32_t kFlags>
+__device__ __noinline__ void consume_wide() {
+  constexpr MatrixFlags flags{kFlags};
+  Consumer c;
+  c.load();
+  Worker& w = c.w;
+  const abi::Record& record = *w.record;
+  const MatrixFields& f = matrix_fields(w);
+  const PackedInput packed(w, f, flags.sampled());
+  WideStorer<kFlags> out(w, f, packed);
+  const WideShape shape(record, f, packed.padded);
+  WideOrder order(c.ring, shape);
+  Slices at(shape);
+#pragma unroll 1
+  while (!at.done()) {
+    const WidePart part(w.warp(), packed.padded, at.group);
+    const uint32_t tile = at.tile;
+    WideSums sums = {};
+    for (bool more = true; more;) {
+      WideChains d = {};
+      for (bool share = true; share;) {
+        take_slice<kHalf>(c, order, at, part, d);
+        share = !at.ends_share();
+        more = !at.ends_group();
+        order.next();
+        at.next();
+      }
+      add_chains(sums, d);
+    }
+    out.put(part, sums, record.tile_begin + tile);
+  }
+  c.ring = order.end();
+  out.end(record);
+  c.save();
+}
+
+}  // namespace megakernel::dev

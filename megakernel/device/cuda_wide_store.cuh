@@ -1,0 +1,183 @@
+// What consumers do with the sums of a wide product: the epilogue of cuda_store.cuh, by each warp for its own tiles. Part
+// of cuda_wide.cuh.
+#pragma once
+
+namespace megakernel::dev {
+
+using WideSums = float[WidePart::kMost][WidePart::kMost][4];
+
+// One share's chains, which begin anew.
+MK_DEVICE void add_chains(WideSums& sums, const WideChains& d) {
+#pragma unroll
+  for (uint32_t i = 0; i < WidePart::kMost; ++i) {
+#pragma unroll
+    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
+#pragma unroll
+      for (uint32_t e = 0; e < 4; ++e) sums[i][j][e] += d[i][j][0][e] + d[i][j][1][e];
+    }
+  }
+}
+
+// Lane 4 g + t has rows g and g + 8 of a tile of rows, rows 2 t and 2 t + 1 of a tile's weights.
+template <uint32_t kFlags>
+struct WideStorer {
+  static constexpr MatrixFlags flags{kFlags};
+  static constexpr uint32_t kWidth = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
+  static constexpr bool kResidual = flags.epilogue() == tasks::Epilogue::kResidual;
+  Worker& w;
+  const MatrixFields& f;
+  const PackedInput& packed;
+  const uint32_t rows;
+  const float inverse_k, scale;
+
+  MK_DEVICE WideStorer(Worker& worker, const MatrixFields& fields, const PackedInput& input)
+      : w(worker), f(fields), packed(input), rows(matrix_rows(worker, flags.sampled())), inverse_k(1.0f / float(fields.k)),
+        scale(fields.scale) {
+    if constexpr (flags.sampled()) {
+      if (w.lane() < rows) best()[w.lane()] = 0;
+      w.sync();
+    }
+  }
+
+  // The largest of each sampled row, see Largest; where sums of narrow products would be.
+  MK_DEVICE static unsigned long long* best() {
+    static_assert(Sums::bytes(1) >= abi::kMaxRows * 8);
+    return reinterpret_cast<unsigned long long*>(block().scratch + kScratchBytes) - abi::kMaxRows;
+  }
+
+  MK_DEVICE void put(const WidePart& part, const WideSums& sums, uint32_t first_tile) {
+    if (part.tiles == 0) return;
+    const uint32_t g = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
+    const float own = factor(part.row_tile(w.warp_lane() / 16) * 16 + w.warp_lane() % 16);
+#pragma unroll
+    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
+      if (j >= part.tiles) break;
+      const uint32_t tile = first_tile + part.tile(j), column = tile * kWidth + pair;
+      float bias[2] = {0.0f, 0.0f};
+      if constexpr (flags.bias()) {
+        const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
+        bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
+      }
+      float residual[4][2];
+      if constexpr (kResidual) fetch_residual(part, column, residual);
+#pragma unroll
+      for (uint32_t k = 0; k < 4; ++k) {
+        const uint32_t i = k / 2, h = k % 2;
+        if (i >= part.row_tiles) break;
+        const uint32_t row = part.row_tile(i) * 16 + h * 8 + g;
+        const float scaled = flags.norm() ? __shfl_sync(0xffffffffu, own, i * 16 + h * 8 + g) : 1.0f;
+        unsigned long long largest = 0;
+#pragma unroll
+        for (uint32_t e = 0; e < 2; ++e) {
+          const float v = finish((total(sums[i][j][h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[k][e] : 0.0f);
+          const bool active = pair + e < kWidth && column + e < f.n && row < rows;
+          float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column + e;
+          if (active && flags.sampled()) *out = v;
+          if (active && !flags.sampled()) publish(out, v);
+          if (active && flags.sampled() && Largest::key(v, column + e) > largest) largest = Largest::key(v, column + e);
+        }
+        if constexpr (flags.sampled()) keep_largest(row, largest);
+      }
+    }
+  }
+
+  MK_DEVICE void end(const abi::Record& record) {
+    if constexpr (flags.sampled()) {
+      w.sync();
+      const uint32_t row = w.lane();
+      if (row < rows) {
+        uint64_t* out = Largest::at(w, f.output, row, w.id);
+        store_long(out, best()[row]);
+        store_long(out + 1, record.tile_count);
+        if constexpr (abi::kRanks > 1) send_largest(w, row, best()[row], record.tile_count);
+      }
+    }
+    if (record.signal == abi::kNone) return;
+    w.sync();
+    if (w.lane() == 0) signal_counter(w, record);
+  }
+
+ private:
+  // Of the norm of a row.
+  MK_DEVICE float factor(uint32_t row) const {
+    if constexpr (!flags.norm()) return 1.0f;
+    float4 a = make_float4(0.0f, 0.0f, 0.0f, 0.0f), b = a;
+    if (row < rows) {
+      const Quad low = load_quad(packed.squares(row)), high = load_quad(packed.squares(row) + 4);
+      a = make_float4(as_float(low.x), as_float(low.y), as_float(low.z), as_float(low.w));
+      b = make_float4(as_float(high.x), as_float(high.y), as_float(high.z), as_float(high.w));
+    }
+    return rsqrtf((a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w) * inverse_k + f.eps);
+  }
+  MK_DEVICE static float total(float v, float factor) { return flags.norm() ? v * factor : v; }
+
+  MK_DEVICE float finish(float v, float residual) const {
+    if constexpr (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
+      const float up = flags.epilogue() == tasks::Epilogue::kGlu ? __shfl_down_sync(0xffffffffu, v, 2) : 1.0f;
+      v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
+      v *= up;
+    }
+    if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
+    return v + residual;
+  }
+
+  // Of the rows of a lane, two columns each.
+  MK_DEVICE void fetch_residual(const WidePart& part, uint32_t column, float (&out)[4][2]) {
+    uint32_t v[4][2];
+    const float* from = tasks::workspace<const float>(w, f.residual) + column;
+    auto ask = [&](uint32_t k, uint32_t e) {
+      const uint32_t row = part.row_tile(k / 2) * 16 + k % 2 * 8 + w.warp_lane() / 4;
+      return k / 2 < part.row_tiles && row < rows && column + e < f.n ? load_word(from + uint64_t(row) * f.n + e) : 0;
+    };
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) v[i / 2][i % 2] = ask(i / 2, i % 2);
+    w.spin([&] {
+      bool missing = false;
+#pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) missing |= v[i / 2][i % 2] == kInvalid;
+      if (!__any_sync(0xffffffffu, missing)) return true;
+#pragma unroll
+      for (uint32_t i = 0; i < 8; ++i) {
+        if (v[i / 2][i % 2] == kInvalid) v[i / 2][i % 2] = ask(i / 2, i % 2);
+      }
+      return false;
+    }, abi::FaultKind::kValueBudget, 0);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) out[i / 2][i % 2] = as_float(v[i / 2][i % 2]);
+  }
+
+  MK_DEVICE void keep_largest(uint32_t row, unsigned long long largest) const {
+#pragma unroll
+    for (uint32_t d = 1; d < 4; d *= 2) {
+      const unsigned long long other = __shfl_xor_sync(0xffffffffu, largest, d);
+      if (other > largest) largest = other;
+    }
+    if (w.warp_lane() % 4 == 0 && row < rows) atomicMax(best() + row, largest);
+  }
+};
+
+// The storer of a wide product clears what the step before left.
+template <uint32_t kFlags>
+__device__ __noinline__ void clear_wide() {
+  constexpr MatrixFlags flags{kFlags};
+  Storer s;
+  s.load();
+  Worker& w = s.w;
+  const abi::Record& record = *w.record;
+  const MatrixFields& f = matrix_fields(w);
+  if constexpr (flags.sampled()) {
+    RowStorer<kFlags>::clear_best(w, f);
+  } else {
+    constexpr uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
+    float* past = before(w, tasks::workspace<float>(w, f.output));
+    const uint32_t first = record.tile_begin * width, end = tasks::least(f.n, first + record.tile_count * width);
+#pragma unroll 1
+    for (uint32_t r = 0; r < w.last->rows; ++r) {
+#pragma unroll 1
+      for (uint32_t i = first + w.warp_lane(); i < end; i += 32) clear(past + uint64_t(r) * f.n + i);
+    }
+  }
+  s.save();
+}
+
+}  // namespace megakernel::dev
