@@ -32,9 +32,9 @@ using int32_t = int; using uint32_t = unsigned int; using int64_t = long long; u
 class Tunables:
     """What a build may choose. in_flight: stages being copied at once; more only delays everyone else's loads.
     calm: the same while the worker waits for values of others, whose way it then leaves free.
-    spare_stages: stages given up, so that their memory serves as cache. narrow_rows, 1 to 16: steps of more rows are wide
-    ones where a program has room for more than 16. lends_early: in such a program attention brings an item's input while
-    the one before is merged."""
+    spare_stages: stages given up, so that their memory serves as cache.
+    narrow_rows, 1 to 16: steps of more rows are wide ones where a program has room for more than 16.
+    lends_early: in such a program attention brings an item's input while the one before is merged."""
 
     in_flight: int = 5
     calm: int = 2
