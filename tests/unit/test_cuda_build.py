@@ -220,3 +220,22 @@ def test_errors_are_one_sentence(tmp_path: Path) -> None:
         here.load(cubin, find_target("sm_80"), 0)
     with pytest.raises(ProgramError, match="built for 133 workers; NVIDIA H200 has 132 multiprocessors"):
         here.load(cubin, find_target("sm_90a").with_workers(133), 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("llama-3.2-1b", {(2048, 1, True), (8192, 4, True)}),
+        ("qwen3-0.6b", {(1024, 1, True), (2048, 1, True), (3072, 2, True)}),
+        ("smollm2-135m", {(576, 1, False), (1536, 1, False)}),
+    ],
+)
+def test_loaders_know_the_rounds_of_an_input(shape: str, expected: set[tuple[int, int, bool]]) -> None:
+    """Columns of an input, in how many rounds of 2,048 four warps bring it, whether 8 warps share a unit evenly."""
+    plan = make_plan(shape_config(shape), find_target("sm_90a"), max_context=64, max_slots=1)
+    products = [n for n in plan.schedule.nodes if n.task.name == "matmul"]
+    assert {(n.sizes["k"], n.variant.rounds, n.variant.even) for n in products} == expected
+    on_cpu = make_plan(shape_config(shape), find_target("cpu-generic"), max_context=64, max_slots=1)
+    assert {(n.variant.rounds, n.variant.even) for n in on_cpu.schedule.nodes if n.task.name == "matmul"} == {
+        (0, False)
+    }
