@@ -23,7 +23,7 @@ from megakernel.device.device import Device, KernelSource
 from megakernel.errors import CapacityError, LoweringError, ProgramError
 from megakernel.graph import LOGITS, Graph
 from megakernel.scheduler.assign import find_policies
-from megakernel.scheduler.by_value import drop_value_waits
+from megakernel.scheduler.by_value import drop_value_waits, loose_nodes
 from megakernel.scheduler.dependencies import schedule
 from megakernel.scheduler.encode import encode
 from megakernel.scheduler.relay import add_relays
@@ -98,7 +98,8 @@ def plan_graph(
             f"or max_context ({limits.max_context})"
         )
     placed = policies[policy](lowered.nodes, target, context_of(limits))
-    made = schedule(lowered.nodes, placed, policy, alias=memory.at)
+    loose = loose_nodes(lowered.nodes) if target.value_edges else frozenset()
+    made = schedule(lowered.nodes, placed, policy, alias=memory.at, loose=loose)
     made = add_relays(made, target)
     verify(made, memory.at)
     chosen = drop_value_waits(made) if target.value_edges else made

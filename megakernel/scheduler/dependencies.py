@@ -41,17 +41,19 @@ def schedule(
     *,
     alias: Mapping[str, tuple[int, int]] | None = None,
     ticketed: frozenset[int] = frozenset(),
+    loose: frozenset[int] = frozenset(),
 ) -> Schedule:
     """Add waits and signals to a placement.
 
     `alias`: byte range of each tensor; tensors that share memory are kept apart in time. `ticketed`: nodes whose
-    entries go to the shared list. A last node of one tile ends the step and so follows everything else.
+    entries go to the shared list. `loose`: nodes whose waits may be left out later (by_value.py), so that others must
+    not rely on them. A last node of one tile ends the step and so follows everything else.
     Raises ScheduleError when queues contradict each other or an entry cannot be made to wait for few enough counters.
     """
     board = _lay_out(nodes, placement, ticketed)
     needs = requirements(nodes, board.tiles, alias)
     rank = _ranks(nodes, board, needs)
-    kept = _reduce(nodes, board, needs, rank)
+    kept = _reduce(nodes, board, needs, rank, loose)
     groups = _Groups(nodes, board, rank, kept, max_waits)
     waits, signal, counters = groups.assign()
     made = [Entry(t.node, t.first, t.count, waits[i], signal[i]) for i, t in enumerate(board.tiles)]
@@ -166,22 +168,30 @@ def _topological(nodes: Sequence[TaskNode], before: Sequence[set[int]]) -> list[
 Kept = list[tuple[int, int]]  # (producer node, set of its entries)
 
 
-def _reduce(nodes: Sequence[TaskNode], board: _Board, needs: Sequence[Needs], rank: Sequence[int]) -> list[Kept]:
-    """The requirements that queue order and the other requirements do not imply, latest producers first."""
+def _reduce(
+    nodes: Sequence[TaskNode], board: _Board, needs: Sequence[Needs], rank: Sequence[int], loose: frozenset[int]
+) -> list[Kept]:  # fmt: skip
+    """The requirements that queue order and the other requirements do not imply, latest producers first. Those of nodes
+    that are not loose must follow without what loose ones wait for: `firm` knows only that these are done."""
     clock = np.zeros((len(board.tiles), len(board.columns)), np.int32)
+    firm = np.zeros_like(clock) if loose else clock
     kept: list[Kept] = [[] for _ in board.tiles]
     for node in sorted(range(len(nodes)), key=rank.__getitem__):
         cache: dict[tuple[int, int], tuple[Clock, Clock]] = {}
+        firm_cache: dict[tuple[int, int], tuple[Clock, Clock]] = {}
         for entry in sorted(board.members[node], key=board.position.__getitem__):
             column, position = board.column[entry], board.position[entry]
             known = clock[entry]
             if position:
                 known[:] = clock[board.columns[column][position - 1]]
+                firm[entry] = firm[board.columns[column][position - 1]]
             wanted = sorted(needs[entry].items(), key=lambda item: -rank[item[0]])
             kept[entry] = _follow(board, clock, known, wanted, cache)
+            if loose and node not in loose:
+                kept[entry] = _follow(board, firm, firm[entry], wanted, firm_cache)
             if _ends_step(nodes) and node == len(nodes) - 1:
                 kept[entry] += _follow(board, clock, known, _loose_ends(board, known, entry, rank), cache)
-            known[column] = position + 1
+            known[column] = firm[entry, column] = position + 1
     return kept
 
 

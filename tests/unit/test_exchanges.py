@@ -13,6 +13,8 @@ from megakernel.builder.exchange import SentAfter
 from megakernel.builder.fuse import FusedExchange, FusedMatmul
 from megakernel.errors import LoweringError, ScheduleError
 from megakernel.scheduler.assign import POLICIES
+from megakernel.scheduler.by_value import drop_value_waits, loose_nodes
+from megakernel.scheduler.dependencies import schedule
 from megakernel.scheduler.exchanges import exchanges_of
 from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.verify import verify
@@ -153,3 +155,21 @@ def test_what_a_rank_knows_when_it_sends() -> None:
         chain += [product(f"p{i}", f"x{i}"), total(f"x{i + 1}", f"p{i}", f"x{i}")]
     known = SentAfter.of(chain)
     assert known.masks == tuple((1 << i) - 1 for i in range(5)) and known.turns() == [0, 1, 0, 1, 2]
+
+
+def test_who_reads_plainly_does_not_rely_on_waits_that_are_left_out() -> None:
+    """Of few heads some workers have no product before the second norm, only attention, which may have nothing to wait
+    for in a step. Their counters follow from one another; without those that values replace they do not."""
+    target = find_target("sm_90a")
+    made = make_plan(MODELS["tiny-neox"], target, tp=2, max_context=1024, max_slots=4)
+    nodes = made.schedule.nodes
+    norms = {i for i, n in enumerate(nodes) if n.name.endswith("mlp_norm")}
+    assert len(norms) == 3 and not norms & loose_nodes(nodes)
+    bare = [e for queue in made.schedule.queues for e in queue if e.node in norms and not e.waits]
+    placed = tuple(tuple((e.node, e.first, e.count) for e in queue) for queue in made.schedule.queues)
+    tight = schedule(nodes, placed, "balanced", alias=made.memory.at)
+    verify(tight, made.memory.at)  # with all its counters it is right
+    more = [e for queue in tight.queues for e in queue if e.node in norms and not e.waits]
+    assert len(bare) < len(more)
+    with pytest.raises(ScheduleError, match=r"node layers\.\d\.mlp_norm tiles .* reads plainly what node"):
+        drop_value_waits(tight)
