@@ -54,7 +54,7 @@ LARGE: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 CONTEXT, STEPS, WARM_STEPS = 512, 120, 10
 REPEATED, REPEATED_LARGE = 1000, 100  # steps that are run twice
-RECORDED = 8  # steps of a timeline
+RECORDED = 4  # steps of a timeline
 DEVIATIONS = 6.0  # of the difference of two numberings, by which the best tokens of both may be apart
 TORCH_SECONDS = 60
 BUDGET_NS = 2_000_000_000

@@ -21,7 +21,7 @@ def exchanges_of_steps(timeline: Timeline) -> dict[str, Any]:
     of the product to the last push (`pushed`), from there to the last sum (`received`), both as the device that ends
     last sees them; and from a device's last product to its peers' last product (`apart`)."""
     a, steps = timeline.meta.alignment, steps_of(timeline)
-    near = steps[:2]
+    near = steps[:1]
     found = hops(timeline, [arrivals(timeline, s) for s in near], steps)
     return {
         "step_us": step_us(timeline), "complete_steps": len(timeline.complete_steps),

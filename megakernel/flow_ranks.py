@@ -19,9 +19,10 @@ from megakernel.recording import Recording
 from megakernel.scheduler.exchanges import Ends, exchanges_of
 from megakernel.tasks.record import NONE, Role
 from megakernel.tasks.task import TaskNode
-from megakernel.timeline import EDGE, PEER, TIMES, Alignment, Edges, Events, TimelineNode, waiters
+from megakernel.timeline import EDGE, PEER, TIMES, Alignment, Edges, Events, TimelineNode, publishers, waiters
 
 Floats = npt.NDArray[np.float64]
+Longs = npt.NDArray[np.int64]
 OFFSET_OF_EDGE = ("producer", "consumer")
 USUAL = 0.1  # quantile of what an element takes from one device to another
 MOST_STEPS = 16  # that are looked at for it
@@ -129,40 +130,52 @@ def travel_ns(events: Events, nodes: Sequence[TaskNode], manifest: Manifest) -> 
     count, ranks = len(nodes), manifest.ranks
     sums = [e for e in exchanges_of(nodes)[0] if _by_element(nodes, e)]
     steps = np.unique(events["step"])[:MOST_STEPS]
-    tasks = events[(events["published"] != 0) & (events["role"] != Role.CONTROL) & np.isin(events["step"], steps)]
-    tasks = tasks[np.isin(tasks["node"] % count, [n for e in sums for n in (e.sender, e.receiver)])]
-    node, rank, waits = tasks["node"] % count, tasks["worker"] // manifest.workers, waiters(tasks)
+    tasks = events[(events["role"] != Role.CONTROL) & (events["published"] != 0) & np.isin(events["step"], steps)]
+    node, rank, waits, tells = (
+        tasks["node"] % count,
+        tasks["worker"] // manifest.workers,
+        waiters(tasks),
+        publishers(tasks),
+    )
+    step = np.searchsorted(steps, tasks["step"])
     out = np.full((ranks, ranks), np.nan)
     for sender, receiver in ((s, r) for s in range(ranks) for r in range(ranks) if s != r and 0 in (s, r)):
-        sent = _by_tile(tasks[(rank == sender) & np.isin(node, [e.sender for e in sums])], count)
-        waited: list[int] = []
-        shortest: list[int] = []
+        waited: list[Longs] = []
+        seen: list[Longs] = []
         for e in sums:
+            sent = _sent(tasks, (rank == sender) & (node == e.sender) & tells, step, len(steps), nodes[e.sender].tiles)
+            here = (rank == receiver) & (node == e.receiver) & waits
+            got = tasks[here]
+            last = _last_of(sent, step[here], got, nodes[e.sender], nodes[e.receiver])
             part = receiver * counters_of(manifest) + manifest.counter_count + e.exchange.number * ranks + sender
-            for event in tasks[(rank == receiver) & (node == e.receiver) & waits]:
-                first = _of_columns(nodes[e.sender], nodes[e.receiver], int(event["tile_begin"]))[0]
-                end = _of_columns(
-                    nodes[e.sender], nodes[e.receiver], int(event["tile_begin"]) + int(event["tile_count"]) - 1
-                )
-                known = [sent.get((int(event["step"]), e.sender, t)) for t in range(first, sum(end))]
-                if None in known:
-                    continue
-                last = max(t for t in known if t is not None)
-                shortest.append(int(event["published"]) - last)
-                if int(event["longest_wait_counter"]) == part and event["ready"]:
-                    waited.append(int(event["ready"]) - last)
-        if shortest:
-            out[sender, receiver] = np.quantile(waited, USUAL) if len(waited) >= FEW_WAITS else min(shortest)
+            whole = last > 0
+            mine = whole & (got["longest_wait_counter"] == part) & (got["ready"] != 0)
+            waited.append(got["ready"][mine].astype(np.int64) - last[mine])
+            seen.append(got["published"][whole].astype(np.int64) - last[whole])
+        took, least = (np.concatenate(parts) if parts else np.zeros(0, np.int64) for parts in (waited, seen))
+        if len(least):
+            out[sender, receiver] = np.quantile(took, USUAL) if len(took) >= FEW_WAITS else least.min()
     return out
 
 
-def _by_tile(sends: Events, count: int) -> dict[tuple[int, int, int], int]:
-    """(step, node, tile) -> when the last role of it published."""
-    out: dict[tuple[int, int, int], int] = {}
-    for e in sends:
-        for i in range(int(e["tile_count"])):
-            key = int(e["step"]), int(e["node"]) % count, int(e["tile_begin"]) + i
-            out[key] = max(out.get(key, 0), int(e["published"]))
+def _sent(tasks: Events, mine: npt.NDArray[np.bool_], step: Longs, steps: int, tiles: int) -> Longs:
+    """[steps, tiles] when the last role of each tile published it; 0: not recorded."""
+    out = np.zeros((steps, tiles), np.int64)
+    of, which = tasks[mine], step[mine]
+    for i in range(int(of["tile_count"].max(initial=0))):
+        more = of["tile_count"] > i
+        at = which[more], of["tile_begin"][more] + i
+        np.maximum.at(out, at, of["published"][more].astype(np.int64))
+    return out
+
+
+def _last_of(sent: Longs, step: Longs, got: Events, sender: TaskNode, receiver: TaskNode) -> Longs:
+    """When the last of the tiles was sent that each of the receiver's records needs; 0 when one is not recorded."""
+    out = np.zeros(len(got), np.int64)
+    for i, (begin, count) in enumerate(zip(got["tile_begin"].tolist(), got["tile_count"].tolist())):
+        first = _of_columns(sender, receiver, begin)[0]
+        tiles = sent[step[i], first : sum(_of_columns(sender, receiver, begin + count - 1))]
+        out[i] = tiles.max() if tiles.all() else 0
     return out
 
 
