@@ -131,12 +131,8 @@ def travel_ns(events: Events, nodes: Sequence[TaskNode], manifest: Manifest) -> 
     sums = [e for e in exchanges_of(nodes)[0] if _by_element(nodes, e)]
     steps = np.unique(events["step"])[:MOST_STEPS]
     tasks = events[(events["role"] != Role.CONTROL) & (events["published"] != 0) & np.isin(events["step"], steps)]
-    node, rank, waits, tells = (
-        tasks["node"] % count,
-        tasks["worker"] // manifest.workers,
-        waiters(tasks),
-        publishers(tasks),
-    )
+    node, rank = tasks["node"] % count, tasks["worker"] // manifest.workers
+    waits, tells = waiters(tasks), publishers(tasks)
     step = np.searchsorted(steps, tasks["step"])
     out = np.full((ranks, ranks), np.nan)
     for sender, receiver in ((s, r) for s in range(ranks) for r in range(ranks) if s != r and 0 in (s, r)):
