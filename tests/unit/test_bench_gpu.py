@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from bench.device_session import TINY
 from bench.gpu import SHAPES, _rows, compare, peers, plot
 from bench.gpu_programs import Steps
-from megakernel.architectures import shape_names
+from bench.tp import config_of, said_by
+from megakernel.architectures import find_model, shape_names
+from megakernel.builder.shard import shard
 from megakernel.errors import InvalidRequest
 
 
@@ -44,3 +48,25 @@ def test_a_context_that_the_model_has_not() -> None:
 def test_the_shapes_and_the_recorded_peers() -> None:
     assert set(SHAPES) <= set(shape_names())
     assert peers("llama-3.2-1b")["hazy_megakernels_7309cec"]["512"] == 936 and peers("smollm2-135m") == {}
+
+
+def test_a_row_is_read_of_a_process_that_does_not_end() -> None:
+    """As torch ranks that hang in the end of their process group."""
+    code = "import time; print('{\"us\": 3}', flush=True); time.sleep({})"
+    line = [sys.executable, "-c", code.replace("{}", "60")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert said_by(process, 2.0) == ('{"us": 3}\n', "was ended")
+    line = [sys.executable, "-c", code.replace("{}", "0")]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert said_by(process, 20.0) == ('{"us": 3}\n', "ended with status 0")
+
+
+def test_the_large_shape_is_the_published_one_and_fits_two_devices() -> None:
+    config = config_of("llama-3.1-70b")
+    graph = shard(find_model(config).build(config), 0, 2)
+    matrices = [t for t in graph.tensors.values() if t.kind == "weight" and t.rows is not None]
+    layer = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672)  # q, k and v, o, MLP
+    half = (80 * layer + 128256 * 8192) // 2  # and the head; the embedding table is on both
+    assert sum(t.rows * t.cols for t in matrices if t.rows) == half + 128256 * 8192
+    assert 2 * (half + 128256 * 8192) < 80e9  # bytes of bf16
+    assert config_of("qwen3-8b")["hidden_size"] == 4096

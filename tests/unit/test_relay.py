@@ -198,7 +198,7 @@ def test_dropped_waits_take_their_relays_with_them() -> None:
     kept = drop_value_waits(made)  # fake tasks do not wait for values
     assert kept == made
     nobody = replace(made, queues=tuple(tuple(replace(e, waits=()) for e in q) for q in made.queues))
-    with pytest.raises(ScheduleError, match="node end tiles .* reads plainly what node make writes"):
+    with pytest.raises(ScheduleError, match=r"node end tiles .* reads plainly what node make writes"):
         drop_value_waits(nobody)
     quiet = drop_value_waits(replace(nobody, nodes=(made.nodes[0], node("end", 1, [], []))))
     assert quiet.relays == () and all(e.signal is None for q in quiet.queues for e in q)
