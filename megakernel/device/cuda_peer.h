@@ -70,6 +70,7 @@ MK_DEVICE void take_parts(Worker& w, const float* own, uint32_t rank, const uint
   PatienceOf<true> for_peer;
   Patience for_own;
   uint32_t late = rank;  // whose was missing last
+  const uint32_t began = trace::now();
   for (;;) {
     uint64_t seen[kParts];
 #pragma unroll
@@ -83,14 +84,13 @@ MK_DEVICE void take_parts(Worker& w, const float* own, uint32_t rank, const uint
     if (__builtin_expect(missing == abi::kNone, 1)) break;
     late = missing;
     if (late != rank) {
-      if (for_peer.turns == 0) trace::wait_begins(w, abi::Role::kConsumer);
       if (for_peer.over()) give_up(abi::FaultKind::kPeerBudget, counter + missing, 0, stamp);
     } else if (for_own.over()) {
       give_up(abi::FaultKind::kValueBudget, abi::kNone, 0, 0);
     }
   }
   if (late != rank) {
-    trace::waited(w, abi::Role::kConsumer, counter + late);
+    trace::waited(w, began, counter + late);
     trace::ready_now(w, abi::Role::kConsumer);
   }
 }
