@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ import pytest
 from megakernel.llm import LLM
 from megakernel.sampling import SamplingParams
 from megakernel.serve import load, overhead
+from megakernel.serve.generation import DIRECT
+from megakernel.serve.wire import Wire
 from tests.serve.server import Running, serving
+from tests.serve.test_wire import counted, reluctantly
 
 STREAMS = 32
 pytestmark = pytest.mark.timeout(240)
@@ -29,10 +33,13 @@ def a_request(rng: random.Random) -> tuple[tuple[int, ...], int]:
     return tuple(prompt), 1 + rng.randrange(40)
 
 
-async def client(url: str, number: int, until: float, done: dict[tuple[tuple[int, ...], int], set[str]]) -> list[str]:
+async def client(
+    url: str, number: int, until: float, done: dict[tuple[tuple[int, ...], int], set[str]], pause_s: float
+) -> list[str]:
     """Streams one request after another; leaves some at a random token. Returns what went wrong."""
     rng, wrong = random.Random(1000 + number), []
     while time.monotonic() < until:
+        await asyncio.sleep(rng.random() * pause_s)
         ids, count = a_request(rng)
         body: dict[str, Any] = {"prompt": list(ids), "max_tokens": count, "temperature": 0, "ignore_eos": True}
         if rng.random() < 0.3:
@@ -58,17 +65,29 @@ def test_32_streams_with_random_lengths_and_disconnects(open_tiny: Callable[...,
         soak(server, 4.0, 30, 40)
 
 
+def test_streams_that_come_and_go(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and many of them in turn, on connections that take parts: two threads share the work in either way."""
+    reluctantly(monkeypatch)
+    made: Counter[tuple[str, str]] = Counter()
+    for name in ("send", "write"):
+        monkeypatch.setattr(Wire, name, counted(name, getattr(Wire, name), made))
+    soak(tiny, 2.0, 5, 40, streams=DIRECT + 2, pause_s=0.1)
+    assert made["send", "megakernel-engine"] and sum(n for (name, _), n in made.items() if name == "write")
+
+
 def test_32_streams_of_a_real_model_for_a_minute(demo: Running) -> None:
     soak(demo, 60.0, 8, 10)
 
 
-def soak(server: Running, span_s: float, least: int, checked: int) -> None:
+def soak(
+    server: Running, span_s: float, least: int, checked: int, streams: int = STREAMS, pause_s: float = 0.0
+) -> None:
     """At least `least` different answers within `span_s`; `checked` of them are compared with the engine alone."""
     done: dict[tuple[tuple[int, ...], int], set[str]] = {}
 
     async def crowd() -> list[str]:
         until = time.monotonic() + span_s
-        found = await asyncio.gather(*(client(server.url, i, until, done) for i in range(STREAMS)))
+        found = await asyncio.gather(*(client(server.url, i, until, done, pause_s) for i in range(streams)))
         return [text for wrong in found for text in wrong]
 
     assert asyncio.run(crowd()) == []
