@@ -65,13 +65,14 @@ def test_32_streams_with_random_lengths_and_disconnects(open_tiny: Callable[...,
         soak(server, 4.0, 30, 40)
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_streams_that_come_and_go(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and many of them in turn, on connections that take parts: two threads share the work in either way."""
     reluctantly(monkeypatch)
     made: Counter[tuple[str, str]] = Counter()
     for name in ("send", "write"):
         monkeypatch.setattr(Wire, name, counted(name, getattr(Wire, name), made))
-    soak(tiny, 2.0, 5, 40, streams=DIRECT + 2, pause_s=0.1)
+    soak(tiny, 3.0, 5, 10, streams=DIRECT + 1, pause_s=0.3)
     assert made["send", "megakernel-engine"] and sum(n for (name, _), n in made.items() if name == "write")
 
 

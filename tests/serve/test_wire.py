@@ -56,20 +56,6 @@ def counted(name: str, before: Any, made: Counter[tuple[str, str]]) -> Any:
     return call
 
 
-@pytest.fixture
-def unhurried(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens come 2 ms apart, so that the loop has time to hand over on any machine."""
-    tiny.wait(tiny.idle)
-    engine = tiny.host.model.engine  # type: ignore[union-attr]
-    before = engine._deliver
-
-    def later(*event: Any) -> None:
-        time.sleep(0.002)
-        before(*event)
-
-    monkeypatch.setattr(engine, "_deliver", later)
-
-
 @pytest.mark.usefixtures("unhurried")
 def test_few_sequences_are_sent_by_the_engines_thread(tiny: Running, threads: Counter[tuple[str, str]]) -> None:
     streamed(tiny)
