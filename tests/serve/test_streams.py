@@ -72,8 +72,11 @@ def test_streams_that_come_and_go(tiny: Running, monkeypatch: pytest.MonkeyPatch
     made: Counter[tuple[str, str]] = Counter()
     for name in ("send", "write"):
         monkeypatch.setattr(Wire, name, counted(name, getattr(Wire, name), made))
-    soak(tiny, 3.0, 5, 10, streams=DIRECT + 1, pause_s=0.3)
-    assert made["send", "megakernel-engine"] and sum(n for (name, _), n in made.items() if name == "write")
+    for _ in range(6):  # on a machine that does much else it can take several
+        soak(tiny, 2.0, 3, 10, streams=DIRECT + 1, pause_s=0.3)
+        if made["send", "megakernel-engine"] and any(name == "write" for name, _ in made):
+            return
+    raise AssertionError(f"both ways were not taken: {made}")
 
 
 def test_32_streams_of_a_real_model_for_a_minute(demo: Running) -> None:
