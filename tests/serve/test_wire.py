@@ -59,7 +59,7 @@ def counted(name: str, before: Any, made: Counter[tuple[str, str]]) -> Any:
 @pytest.mark.usefixtures("unhurried")
 def test_few_sequences_are_sent_by_the_engines_thread(tiny: Running, threads: Counter[tuple[str, str]]) -> None:
     streamed(tiny)
-    assert threads["send", "megakernel-engine"] >= 30
+    assert threads["send", "megakernel-engine"] >= 10
     assert {thread for name, thread in threads if name == "write"} != {"megakernel-engine"}
 
 
