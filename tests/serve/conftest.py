@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,17 @@ def demo() -> Iterator[Running]:
         pytest.skip(f"the demo model cannot be had: {why}")
     with serving(lambda: LLM(path, max_slots=16, max_context=512)) as running:
         yield running
+
+
+@pytest.fixture
+def unhurried(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come 2 ms apart, so that the loop has time to hand over on any machine."""
+    tiny.wait(tiny.idle)
+    engine = tiny.host.model.engine  # type: ignore[union-attr]
+    before = engine._deliver
+
+    def later(*event: Any) -> None:
+        time.sleep(0.002)
+        before(*event)
+
+    monkeypatch.setattr(engine, "_deliver", later)

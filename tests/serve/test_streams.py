@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ import pytest
 from megakernel.llm import LLM
 from megakernel.sampling import SamplingParams
 from megakernel.serve import load, overhead
+from megakernel.serve.generation import DIRECT
+from megakernel.serve.wire import Wire
 from tests.serve.server import Running, serving
+from tests.serve.test_wire import counted, reluctantly
 
 STREAMS = 32
 pytestmark = pytest.mark.timeout(240)
@@ -26,13 +30,16 @@ def a_request(rng: random.Random) -> tuple[tuple[int, ...], int]:
     """One of 24 prompts and a length."""
     number = rng.randrange(24)
     prompt = random.Random(number).choices(range(256), k=1 + 7 * number)
-    return tuple(prompt), 1 + rng.randrange(60)
+    return tuple(prompt), 1 + rng.randrange(40)
 
 
-async def client(url: str, number: int, until: float, done: dict[tuple[tuple[int, ...], int], set[str]]) -> list[str]:
+async def client(
+    url: str, number: int, until: float, done: dict[tuple[tuple[int, ...], int], set[str]], pause_s: float
+) -> list[str]:
     """Streams one request after another; leaves some at a random token. Returns what went wrong."""
     rng, wrong = random.Random(1000 + number), []
     while time.monotonic() < until:
+        await asyncio.sleep(rng.random() * pause_s)
         ids, count = a_request(rng)
         body: dict[str, Any] = {"prompt": list(ids), "max_tokens": count, "temperature": 0, "ignore_eos": True}
         if rng.random() < 0.3:
@@ -58,17 +65,33 @@ def test_32_streams_with_random_lengths_and_disconnects(open_tiny: Callable[...,
         soak(server, 4.0, 30, 40)
 
 
+@pytest.mark.usefixtures("unhurried")
+def test_streams_that_come_and_go(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and many of them in turn, on connections that take parts: two threads share the work in either way."""
+    reluctantly(monkeypatch)
+    made: Counter[tuple[str, str]] = Counter()
+    for name in ("send", "write"):
+        monkeypatch.setattr(Wire, name, counted(name, getattr(Wire, name), made))
+    for _ in range(6):  # on a machine that does much else it can take several
+        soak(tiny, 2.0, 3, 10, streams=DIRECT + 1, pause_s=0.3)
+        if made["send", "megakernel-engine"] and any(name == "write" for name, _ in made):
+            return
+    raise AssertionError(f"both ways were not taken: {made}")
+
+
 def test_32_streams_of_a_real_model_for_a_minute(demo: Running) -> None:
-    soak(demo, 60.0, 8, 12)
+    soak(demo, 60.0, 8, 10)
 
 
-def soak(server: Running, span_s: float, least: int, checked: int) -> None:
+def soak(
+    server: Running, span_s: float, least: int, checked: int, streams: int = STREAMS, pause_s: float = 0.0
+) -> None:
     """At least `least` different answers within `span_s`; `checked` of them are compared with the engine alone."""
     done: dict[tuple[tuple[int, ...], int], set[str]] = {}
 
     async def crowd() -> list[str]:
         until = time.monotonic() + span_s
-        found = await asyncio.gather(*(client(server.url, i, until, done) for i in range(STREAMS)))
+        found = await asyncio.gather(*(client(server.url, i, until, done, pause_s) for i in range(streams)))
         return [text for wrong in found for text in wrong]
 
     assert asyncio.run(crowd()) == []
@@ -113,8 +136,9 @@ def test_the_load_generator_with_a_server_of_its_own(
     few = ["--streams", "2", "--requests", "2", "--prompt-tokens", "5", "--output-tokens", "5", "--json"]
     assert load.main(["--serve", str(talking), *few, *own]) == 0
     assert json.loads(capsys.readouterr().out)["failed"] == 0
-    with pytest.raises(SystemExit, match="there is no model"):
-        load.main(["--serve", "no such model", *few])
+    monkeypatch.setattr(sys, "executable", "false")  # a server that ends at once
+    with pytest.raises(SystemExit, match="serve no such model --port 0 --dtype f32 ended"):
+        load.main(["--serve", "no such model", *few, "--", "--dtype", "f32"])
 
 
 def test_the_time_that_the_server_adds(open_tiny: Callable[..., LLM]) -> None:

@@ -44,43 +44,29 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
     """How many chunks were made by which method on which thread."""
     made: Counter[tuple[str, str]] = Counter()
     for name in ("write", "send"):
-        monkeypatch.setattr(Wire, name, _counted(name, getattr(Wire, name), made))
+        monkeypatch.setattr(Wire, name, counted(name, getattr(Wire, name), made))
     return made
 
 
-def _counted(name: str, before: Any, made: Counter[tuple[str, str]]) -> Any:
-    def counted(self: Wire, body: bytes) -> Any:
+def counted(name: str, before: Any, made: Counter[tuple[str, str]]) -> Any:
+    def call(self: Wire, body: bytes) -> Any:
         made[name, threading.current_thread().name] += 1
         return before(self, body)
 
-    return counted
-
-
-@pytest.fixture
-def unhurried(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens come 2 ms apart, so that the loop has time to hand over on any machine."""
-    tiny.wait(tiny.idle)
-    engine = tiny.host.model.engine  # type: ignore[union-attr]
-    before = engine._deliver
-
-    def later(*event: Any) -> None:
-        time.sleep(0.002)
-        before(*event)
-
-    monkeypatch.setattr(engine, "_deliver", later)
+    return call
 
 
 @pytest.mark.usefixtures("unhurried")
 def test_few_sequences_are_sent_by_the_engines_thread(tiny: Running, threads: Counter[tuple[str, str]]) -> None:
     streamed(tiny)
-    assert threads["send", "megakernel-engine"] >= 30
+    assert threads["send", "megakernel-engine"] >= 10
     assert {thread for name, thread in threads if name == "write"} != {"megakernel-engine"}
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_many_are_written_by_the_loop(tiny: Running, threads: Counter[tuple[str, str]]) -> None:
-    tiny.wait(tiny.idle)
-    streamed(tiny, n=DIRECT + 2)
-    assert sum(count for (name, _), count in threads.items() if name == "write") > 4 * 50
+    streamed(tiny, n=DIRECT + 2, max_tokens=20)
+    assert sum(count for (name, _), count in threads.items() if name == "write") >= 20
     assert not any(thread == "megakernel-engine" for name, thread in threads if name == "write")
 
 
@@ -97,8 +83,8 @@ class Reluctant:
         return int(self.real.send(data[:part]))
 
 
-@pytest.mark.usefixtures("unhurried")
-def test_a_connection_that_takes_parts(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def reluctantly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on every wire has such a socket."""
     before = Wire.prepare
 
     def prepare(self: Wire) -> bool:
@@ -107,8 +93,13 @@ def test_a_connection_that_takes_parts(tiny: Running, monkeypatch: pytest.Monkey
             self._socket = Reluctant(self._socket)  # type: ignore[assignment]
         return True
 
-    want = streamed(tiny)[0]
     monkeypatch.setattr(Wire, "prepare", prepare)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_connection_that_takes_parts(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = streamed(tiny)[0]
+    reluctantly(monkeypatch)
     for n in (1, 2, DIRECT):
         assert streamed(tiny, n=n) == [want] * n
     assert streamed(tiny, stop=want[20:23])[0] == want[: want.index(want[20:23])]
