@@ -210,7 +210,10 @@ struct HeldCopies {
     }
     bytes = 0;
   }
-  MK_DEVICE void drain() { bytes = 0; }
+  MK_DEVICE void drain() {
+    bytes = 0;
+    wait_lds();  // what has landed since the last meeting
+  }
 
  private:
   MK_DEVICE static void write_vector(Stage* p, Vector v) {
