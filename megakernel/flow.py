@@ -109,7 +109,9 @@ def _completed(events: Events, schedule: Schedule, edges: Edges) -> Events:
     cut = events["published"] == 0
     last = np.max([events[name] for name in TIMES], axis=0) if len(events) else np.zeros(0, np.uint64)
     events["flags"][cut] |= np.uint8(TraceFlag.CUT)
-    events["flags"][(events["role"] == Role.CONSUMER) & (events["ready"] == 0) & ~cut] |= np.uint8(TraceFlag.SKIPPED)
+    skipped = (events["role"] == Role.CONSUMER) & (events["ready"] == 0) & ~cut
+    events["flags"][skipped] |= np.uint8(TraceFlag.SKIPPED)
+    events["ready"][skipped] = events["published"][skipped]  # it did no work
     events["end"][cut] = last[cut]
     unmarked = (events["end"] == 0) & ~cut
     events["end"][unmarked] = events["published"][unmarked]

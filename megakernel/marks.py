@@ -107,7 +107,8 @@ def _roles(queue: Table, records: Table, steps: Table) -> tuple[Table, Table, Ta
     consumers = _of_records(queue, records, Role.CONSUMER)
     consumers["start"] = _before(done, begin)
     consumers["ready"], consumers["first_data"] = ready, data
-    consumers["published"] = np.where(~stored & (out != 0) & (done != 0), out, done)
+    # What a storer publishes it has been handed before, if only a moment before they were done.
+    consumers["published"] = np.where((out != 0) & (done != 0), np.where(stored, np.minimum(done, out), out), done)
 
     storer = _of_records(queue, records, Role.STORER)
     storer["ready"], storer["published"] = sums, np.where(done != 0, out, 0)

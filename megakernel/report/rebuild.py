@@ -76,13 +76,15 @@ def schedule_of(timeline: Timeline, step: Step) -> Schedule:
 
 
 def _queues(timeline: Timeline, seen: Arrivals) -> tuple[list[list[Item]], dict[int, Place]]:
-    """What each worker ran, in order, and the place of every event but those of producers."""
+    """What each worker ran, in order, and the place of every event but those of producers. Where roles run side by side
+    some are ahead of others, and the order is that of the queue."""
     queues: list[list[Item]] = [[] for _ in range(timeline.meta.workers)]
     place: dict[int, Place] = {}
     at: dict[tuple[int, int, int, int], int] = {}
     columns = (seen.events[c].tolist() for c in ("start", "record", "node", "tile_begin", "tile_count"))
     records = list(zip(*columns))
-    for event in sorted(range(len(records)), key=lambda e: records[e][0]):
+    in_turn = timeline.meta.roles == ("worker",)
+    for event in sorted(range(len(records)), key=lambda e: records[e][0 if in_turn else 1]):
         worker, (_, record, node, first, count) = seen.rows[event] // ROLES, records[event]
         if seen.rows[event] % ROLES == Role.PRODUCER:
             continue

@@ -50,7 +50,7 @@ def rings(ticks: Callable[[float], int], steps: int, cut: bool = False) -> tuple
         for i in range(11 if last else RECORDS + 1):
             row, at, even = np.zeros((), TRACE_MARKS.dtype), begin + (i + 1) * EVERY, i % 2 == 0
             moments = {"ready": 2000, "data": 2500 if i % 3 == 0 else None, "done": 6000}
-            moments |= {"seen": 1500, "sums": 5900, "out": 6400} if even else {"out": 5500}
+            moments |= {"seen": 1500, "sums": 5900, "out": 5950 if i == 8 else 6400} if even else {"out": 5500}
             if i == 5:
                 moments = {"done": 100}
             if i == RECORDS:
@@ -110,6 +110,7 @@ def test_every_moment_is_found_again(ticks: Callable[[float], int]) -> None:
         producer = of(Role.PRODUCER, 6, step)
         assert near(producer["start"], -3000 - 2 * EVERY, 6, step) and near(producer["published"], -3000, 6, step)
         assert consumer["node"] == 3 and consumer["tile_begin"] == 0 and consumer["tile_count"] == 4
+    assert near(of(Role.CONSUMER, 8)["published"], 5950, 8), "the storer had it before the consumers were done"
     odd = of(Role.CONSUMER, 3)
     assert near(odd["published"], 5500, 3), "who has no storer publishes itself, before it is done"
     assert odd["longest_wait_counter"] == 7 and abs(int(odd["longest_wait"]) - 3000 / 1.9) < 70
