@@ -227,8 +227,11 @@ class Engine:
         if not max_step_ms > 0:
             raise InvalidRequest(f"max_step_ms: expected more than 0, got {max_step_ms}")
         if not self.runtime.manifest.paced:
-            target = self.runtime.manifest.target
-            raise InvalidRequest(f"max_step_ms: programs for {target} keep to no bound yet; leave it out")
+            m = self.runtime.manifest
+            raise InvalidRequest(
+                f"max_step_ms: a program for {m.target} with max_rows {m.max_rows} keeps to no bound; "
+                + ("build it with more than 16, or leave it out" if m.backend == "cuda" else "leave it out")
+            )
         runtime, m = self.runtime, self.runtime.manifest
         runtime.step_budget_ns = round(max_step_ms * 1e6)
         runtime.first_chunk = first_chunk(

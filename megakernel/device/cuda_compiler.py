@@ -33,14 +33,12 @@ class Tunables:
     """What a build may choose. in_flight: stages being copied at once; more only delays everyone else's loads.
     calm: the same while the worker waits for values of others, whose way it then leaves free.
     spare_stages: stages given up, so that their memory serves as cache.
-    narrow_rows, 1 to 16: steps of more rows are wide ones where a program has room for more than 16.
-    lends_early: in such a program attention brings an item's input while the one before is merged."""
+    narrow_rows, 1 to 16: steps of more rows are wide ones, in programs with room for more than 16."""
 
     in_flight: int = 5
     calm: int = 2
     spare_stages: int = 0
-    narrow_rows: int = 1
-    lends_early: int = 1
+    narrow_rows: int = 8
 
 
 DEFAULTS = Tunables()
@@ -68,7 +66,6 @@ def compile_flags(target: Target, chaos: bool, trace: bool, tunables: Tunables =
     sizes = {
         "STAGES": stages_of(target, tunables), "IN_FLIGHT": tunables.in_flight, "CALM": tunables.calm,
         "SCRATCH_BYTES": SCRATCH_BYTES, "NARROW_ROWS": tunables.narrow_rows,
-        "LENDS_EARLY": tunables.lends_early,
         "SHARED_BYTES": shared_bytes_of(target, tunables),
     }  # fmt: skip
     flavours = {"CHAOS": chaos, "TRACE": trace}

@@ -12,7 +12,6 @@
 namespace megakernel::dev {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr bool kLendsEarly = kWide && MEGAKERNEL_LENDS_EARLY;  // the input of an item is given back before its merge
 
 template <tasks::AttentionConfig kConfig>
 struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
@@ -126,8 +125,6 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     LoadedHeads loaded;
     uint32_t merges = 0;  // of what the loaders have lent
     bool taken = false;   // they have lent something
-    bool held = false;    // and it has not been given back
-    uint32_t early = kLendsEarly ? early_inputs(*w.header, record, f) : 0;  // of which all but the last are given back early
 #pragma unroll 1
     while (item.next()) {
       const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
@@ -139,50 +136,25 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 #pragma unroll 1
       for (uint32_t base = 0; base < rows; base += kBlockRows) {
         if (!known) {
-          if (kLendsEarly ? held : taken) c.free_input();
+          if (taken) c.free_input();
           c.take_input();
           if (!taken) trace::ready_now(w, abi::Role::kConsumer);
-          taken = held = true;
-          if constexpr (!kLendsEarly) merges = 0;  // all have met
+          taken = true;
+          merges = 0;
         }
-        const bool gives_back = early > 1;
-        if (gives_back) --early;
-        held = !gives_back;
         trace::data(w, abi::Role::kConsumer);
         if (mine) put_fresh(w, item, base, stage, run_start);
-        attend(c, f, item, base, stage, run_start, merges, first, gives_back);
+        attend(c, f, item, base, stage, run_start, merges, first);
         ++merges;
       }
     }
-    if (!taken) {
-      c.take_input();
-      held = true;
-    }
-    if (!kLendsEarly || held) c.free_input();
+    if (!taken) c.take_input();
+    c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
     }
     c.save();
-  }
-
-  // Where there may be many items the loaders bring the input of one while the results of the one before are merged. So
-  // the group does not meet between items, and merges count on. What is merged lies beside the input of items, but not
-  // beside that of another record: the last input of a record is given back after its merge. How many inputs a record
-  // has; none when there is one row or when items share theirs.
-  MK_DEVICE static uint32_t early_inputs(const abi::StepHeader& header, const abi::Record& record, const Fields& f) {
-    if (header.rows == 1) return 0;
-    Items item(header, record, f);
-    LoadedHeads loaded;
-    uint32_t count = 0;
-    bool shared = false;
-#pragma unroll 1
-    while (item.next()) {
-      const uint32_t rows = item.group_rows * kGroup;
-      shared = shared || loaded.known(item, rows);
-      count += (rows + kBlockRows - 1) / kBlockRows;
-    }
-    return shared ? 0 : count;
   }
 
   // The stages of page `wanted` of the item, or none: nobody waits for a page that is not his. He who does not cannot be a
@@ -248,7 +220,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // q-rows [base, base + 8) of the item against this warp's run; then all runs merged and published.
   MK_DEVICE static void attend(Consumer& c, const Fields& f, const Items& item, uint32_t base, const Stage& stage,
-                               uint32_t run_start, uint32_t merges, Ring first, bool gives_back) {
+                               uint32_t run_start, uint32_t merges, Ring first) {
     Worker& w = c.w;
     const uint32_t lane = w.warp_lane();
     float top = -kInfinity, total = 0.0f;
@@ -272,7 +244,6 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
     }
-    if (gives_back) c.free_input();
     merge(c, f, item, base, top, total, p, stage, run_start, merges, first);
   }
 

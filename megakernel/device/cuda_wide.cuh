@@ -1,10 +1,10 @@
-// Products of wide steps, of more than 16 rows, with the bits of narrow ones. Part of cuda_matrix.cuh.
+// Products of wide steps, of more than kNarrowRows rows, with the bits of narrow ones. Part of cuda_matrix.cuh.
 //
 // An output is the sum over the eight shares of the columns, in order, of two chains over a share's chunks. In a narrow
-// step each warp has a share and all rows. Here each warp has some of the rows and some of the tiles and goes through the
-// shares itself, one after the other, so that the chains of one share at a time are all that it keeps. Hence the order of
-// the stages: of a group of tiles, for each share, for each unit, the share's chunks of that unit, of the input and of all
-// tiles of the group (a slice). Each byte of the weights comes once a step.
+// step each warp has a share and all rows. Here each warp has some of the rows and some of the tiles and goes through
+// the shares itself, one after the other, so that the chains of one share at a time are all that it keeps. Hence the
+// order of the stages: of a group of tiles, for each share, for as many units as fit, the share's chunks of them, of the
+// input and of all tiles of the group (a slice). Each byte of the weights comes once a step.
 //
 // The input is packed once, by the loaders of all workers that have tiles of the product: each packs some (row, share),
 // behind the product's output, and when all have said so on a counter the producers copy slices of it into their rings.
@@ -23,8 +23,8 @@ MK_DEVICE bool may_be_wide() {
   return false;
 }
 
-// The packed input of a product, behind its output: of each row the squares of its shares, then the slices, of each chunk
-// the rows of the step in 16s, of each row four octets of 8 columns.
+// The packed input of a product, behind its output: of each row the squares of its shares, then the slices, of each
+// chunk the rows of the step in 16s, of each row four octets of 8 columns.
 struct PackedInput {
   static constexpr uint32_t kSquareBytes = abi::kMaxRows * kConsumers * 4;
   uint8_t* base;
@@ -114,8 +114,8 @@ struct Slices {
 };
 
 // Slices and their stages: weights of the first kWideAhead slices, then by turns weights of a later slice and input. So
-// weights are on their way while the input is awaited, and a stage is wanted again only after those before it were read:
-// twice kWideAhead is at most the ring.
+// weights are on their way while the input is awaited, and a stage is wanted again only after those before it were
+// read: twice kWideAhead is at most the ring.
 struct WideOrder {
   Ring weights, input;
   uint32_t at = 0, slices;
@@ -134,8 +134,8 @@ struct WideOrder {
 };
 
 // ------------------------------------------------------------------------------------------------ producer
-// The code of one warp: what it executes for a stage is what a slice costs at least. It counts no copies on their way, the
-// ring is bound enough; in the end they count as a whole ring of them.
+// The code of one warp: what it executes for a stage is what a slice costs at least. It counts no copies on their way,
+// the ring is bound enough; in the end they count as a whole ring of them.
 struct WideProducer {
   Producer& p;
 

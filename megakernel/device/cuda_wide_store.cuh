@@ -1,5 +1,5 @@
-// What consumers do with the sums of a wide product: the epilogue of cuda_store.cuh, by each warp for its own tiles. Part
-// of cuda_wide.cuh.
+// What consumers do with the sums of a wide product: the epilogue of cuda_store.cuh, by each warp for its own tiles.
+// Part of cuda_wide.cuh.
 #pragma once
 
 namespace megakernel::dev {

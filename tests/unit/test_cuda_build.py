@@ -46,9 +46,9 @@ needs_wheels = pytest.mark.skipif(not has_compiler(), reason="the [cuda] wheels 
 
 
 @cache
-def built(name: str, chaos: bool = False) -> tuple[bytes, str]:
+def built(name: str, chaos: bool = False, rows: int = 16) -> tuple[bytes, str]:
     target = find_target(name)
-    plan = make_plan(CONFIG, target, max_context=1024, max_slots=4)
+    plan = make_plan(CONFIG, target, max_context=1024, max_slots=max(4, rows), max_rows=rows)
     flags = (*cuda_compiler.compile_flags(target, chaos, False), "--ptxas-options=-v")
     return cuda_compiler.compile_cubin(plan_source(plan, chaos=chaos), INCLUDE, flags)
 
@@ -58,11 +58,11 @@ def disassembler() -> str | None:
     return str(wheel) if wheel.exists() else shutil.which("cuobjdump")
 
 
-def machine_code(name: str, folder: Path) -> str:
+def machine_code(name: str, folder: Path, rows: int = 16) -> str:
     tool = disassembler()
     if tool is None:
         pytest.skip("no cuobjdump: install nvidia-cuda-cuobjdump")
-    (folder / "k.cubin").write_bytes(built(name)[0])
+    (folder / "k.cubin").write_bytes(built(name, rows=rows)[0])
     return subprocess.run([tool, "-sass", str(folder / "k.cubin")], capture_output=True, text=True, check=True).stdout
 
 
@@ -85,12 +85,13 @@ def test_matrix_cores_and_asynchronous_copies(name: str, tmp_path: Path) -> None
 
 
 @needs_wheels
-def test_what_one_row_runs_in_every_layer_keeps_everything_in_registers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [16, 64])
+def test_what_one_row_runs_in_every_layer_keeps_everything_in_registers(tmp_path: Path, rows: int) -> None:
     """Local memory beside a whole block's shared memory has next to no cache: one spill is a trip to the L2. And
     records are read as shared memory: a load that has to find out where it goes takes longer."""
-    code = machine_code("sm_90a", tmp_path)
+    code = machine_code("sm_90a", tmp_path, rows)
     hot = ("consume_rowI", "load_rowI", "store_rowsI", "produce_rows", "AttentionI", "CombineI")
-    for start, size in _functions(built("sm_90a")[0], hot):
+    for start, size in _functions(built("sm_90a", rows=rows)[0], hot):
         found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
         lines = [m.group(2) for m in found if start <= int(m.group(1), 16) < start + size]
         assert lines
@@ -98,7 +99,7 @@ def test_what_one_row_runs_in_every_layer_keeps_everything_in_registers(tmp_path
         assert not [line for line in lines if re.search(r"(^|\s)LD\.", line)]
 
 
-def _functions(cubin: bytes, names: tuple[str, ...]) -> list[tuple[int, int]]:
+def _functions(cubin: bytes, names: tuple[str, ...], least: int | None = None) -> list[tuple[int, int]]:
     """(address, bytes) of the functions whose symbol contains one of `names`."""
     (section_at,) = struct.unpack_from("<Q", cubin, 0x28)
     (count,) = struct.unpack_from("<H", cubin, 0x3C)
@@ -111,8 +112,26 @@ def _functions(cubin: bytes, names: tuple[str, ...]) -> list[tuple[int, int]]:
         name = cubin[strings + name_at : cubin.index(b"\0", strings + name_at)].decode()
         if info & 15 == 2 and any(n in name for n in names):
             found.append((value, size))
-    assert len(found) >= len(names)
+    assert len(found) >= (len(names) if least is None else least)
     return found
+
+
+@needs_wheels
+def test_only_a_kernel_with_room_for_many_rows_has_wide_products(tmp_path: Path) -> None:
+    """Its products read no activations as they multiply: their input comes packed, by copies."""
+    assert not _functions(built("sm_90a")[0], ("consume_wide",), least=0)
+    found = _functions(built("sm_90a", rows=64)[0], ("consume_wideI", "produce_wideI", "pack_rowsI", "clear_wideI"))
+    assert len(found) > 8
+    used = [int(n) for n in re.findall(r"Used (\d+) registers", built("sm_90a", rows=64)[1])]
+    assert used and max(used) <= REGISTERS
+
+
+@needs_wheels
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "sm_90a"])
+def test_wide_steps_compile_for_every_target(name: str) -> None:
+    used = [int(n) for n in re.findall(r"Used (\d+) registers", built(name, rows=64)[1])]
+    assert used and max(used) <= REGISTERS
 
 
 @needs_wheels

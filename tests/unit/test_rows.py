@@ -13,6 +13,8 @@ from megakernel.builder.layout import page_layouts
 from megakernel.builder.rows import default_rows, first_chunk, step_us
 from megakernel.errors import CapacityError, LoweringError
 from megakernel.target import find_target
+from megakernel.tasks.advance import AdvanceConfig
+from megakernel.tasks.matmul import Matmul
 from megakernel.tasks.record import STEP, TILE_ROWS, abi_hash, row_capacity, step_header
 from megakernel.tasks.task import DType, all_fields
 
@@ -62,6 +64,31 @@ def test_a_workspace_has_a_limit() -> None:
         make_plan({**CONFIG, "head_dim": 32}, find_target("sm_90a"), max_rows=65)
     with pytest.raises(LoweringError, match="max_rows 17: the kernels of target gfx942 have room for 16 rows"):
         make_plan({**CONFIG, "head_dim": 32}, find_target("gfx942"), max_rows=17)
+
+
+@pytest.mark.parametrize("slots", [4, 40])
+def test_a_gpu_with_wide_steps_has_room_for_their_inputs(slots: int) -> None:
+    """Behind each product's output, as `PackedInput` of the device half finds it: squares, then the columns."""
+    target = find_target("sm_90a")
+    config = {**CONFIG, "head_dim": 32, "max_position_embeddings": 512}
+    plain, made = (make_plan(config, target, max_rows=n, max_slots=slots, max_context=512) for n in (16, 48))
+    assert made.limits.wide(target) and not plain.limits.wide(target)
+    seen = 0
+    for node in made.lowered.nodes:
+        if node.task is not Matmul:
+            continue
+        sampled = node.variant.cpp().find(".sampled = true") >= 0
+        rows = made.limits.sampled_rows if sampled else 48
+        behind = rows * node.sizes["n"] * 4 + (rows * target.workers * 16 if sampled else 0)
+        packed = 64 * 8 * 4 + 48 * node.sizes["k_unit"] * node.sizes["units"] * 2
+        size = made.lowered.tensors[node.tensors["output"]]
+        assert size.bytes >= -(-behind // 256) * 256 + packed
+        before = plain.lowered.tensors[node.tensors["output"]]
+        assert sampled or before.rows == 16
+        seen += 1
+    assert seen == 4 * 2 + 1
+    for plan, paced in ((plain, False), (made, True)):
+        assert [n.variant.paced for n in plan.lowered.nodes if isinstance(n.variant, AdvanceConfig)] == [paced]
 
 
 def test_headers_grow_in_few_sizes() -> None:
