@@ -164,14 +164,19 @@ def plain(tiny, cache):
         yield llm
 
 
-def test_programs_for_gpus_have_room_for_one_tile_of_rows() -> None:
+@pytest.mark.parametrize(("target", "most"), [("sm_90a", 64), ("gfx942", 16)])
+def test_programs_for_gpus_have_room_for_one_tile_of_rows(target: str, most: int) -> None:
+    """Or on request, where there are kernels for it, for more."""
     from megakernel.builder.build import make_plan
     from megakernel.target import find_target
 
-    assert make_plan(TINY | {"head_dim": 32}, find_target("sm_90a")).limits.max_rows == 16
-    for target in ("sm_90a", "gfx942"):
-        with pytest.raises(LoweringError, match=f"max_rows 17: the kernels of target {target} have room for 16 rows"):
-            compile("llama-3.2-1b", target=target, max_rows=17)
+    config = TINY | {"head_dim": 32}
+    assert make_plan(config, find_target(target)).limits.max_rows == 16
+    assert make_plan(config, find_target(target), max_rows=most).limits.max_rows == most
+    with pytest.raises(
+        LoweringError, match=f"max_rows {most + 1}: the kernels of target {target} have room for {most} rows"
+    ):
+        compile("llama-3.2-1b", target=target, max_rows=most + 1)
 
 
 # ---------------------------------------------------------------------------------------------- prompts beside streams
