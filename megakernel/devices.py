@@ -29,6 +29,9 @@ def find_device(name: str) -> Device:
     devices = list_devices()
     wanted = [d for d in devices if d.name == name or d.name.split(":")[0] == name]
     if not wanted:
+        kind = [d for d in devices if d.name == name.split(":")[0] and not d.availability().usable]
+        if kind:  # none of that kind can be used: the reason says more than the name
+            return kind[0]
         known = ", ".join(d.name for d in devices)
         raise DeviceUnavailable(f"no device {name!r}; known: {known}")
     return wanted[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from megakernel.sampling import SamplingParams
 from megakernel.tasks.record import MAX_STOPS, SLOT, CommandKind, EventKind, ExitReason, Finish, SlotStatus
 
 T = TypeVar("T")
+log = logging.getLogger("megakernel.engine")
 POLL_S = 0.02  # how soon a request submitted while the kernel runs is seen when no token wakes the driver
 EMBEDDED = 1 << 30  # how many ids below 0 there are
 REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.CANCELLED: "cancelled"}
@@ -542,6 +544,7 @@ class Engine:
     def _recover(self, fault: BaseException) -> None:
         """After a fault (or a failed job): fail the requests in slots, start again from a clean state."""
         self._recovering = True
+        log.error("the kernel ended, its requests fail and it starts again: %s", fault)
         self._faults += isinstance(fault, DeviceFault)
         for slot, occupant in enumerate(self._slots):
             if occupant:

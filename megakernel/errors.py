@@ -149,9 +149,14 @@ class DeviceFault(MegakernelError):
     def __init__(self, report: FaultReport) -> None:
         self.report = report
         r = report
+        lost = r.task == "none"  # before any task said something
         text = (
-            f"{r.kind}: task {r.task} of node {r.node}, tile {r.tile}, worker {r.worker} ({r.role}), "
-            f"step {r.step}, counter {r.counter}: value {r.value}, target {r.target}"
+            f"{r.kind} at step {r.step}"
+            if lost
+            else (
+                f"{r.kind}: task {r.task} of node {r.node}, tile {r.tile}, worker {r.worker} ({r.role}), "
+                f"step {r.step}, counter {r.counter}: value {r.value}, target {r.target}"
+            )
         )
         if r.device:
             text = f"device {r.device}: {text}"

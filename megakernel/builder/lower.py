@@ -369,7 +369,8 @@ class _Lowering:
         for name in {self.graph.output, self.exchanges.logits} if linked else {self.graph.output}:
             size = self.tensors[name]  # of a part as well: who finds the largest reckons with the whole vocabulary
             need = -(-(logits.rows + best) * vocab // size.cols) if best else size.rows
-            if self.limits.wide(self.target):  # behind that the packed input
+            made = self.exchanges.logits if linked else self.graph.output
+            if self.limits.wide(self.target) and name == made:  # behind that the packed input of the product
                 need += -(-self._packed_bytes(name) // (4 * size.cols))
             self.tensors[name] = TensorSize(need, size.cols, size.dtype, keep=True)
         self.nodes.append(

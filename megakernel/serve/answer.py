@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from megakernel.errors import ApiError, CapacityError, DeviceFault, EngineClosed, InvalidRequest
+from megakernel.errors import ApiError, CapacityError, DeviceFault, EngineClosed, InvalidRequest, RankLost
 from megakernel.serve.generation import Generation, Update
 from megakernel.serve.replies import DONE, Form, dumps, event, usage
 from megakernel.serve.wire import CHUNKED, Wire, of_scope
@@ -38,7 +38,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, (InvalidRequest, CapacityError)):  # "field: expected ..."
         field = str(error).split(":", 1)[0]
         return ApiError(400, str(error), param=field if field.isidentifier() else None)
-    if isinstance(error, DeviceFault):
+    if isinstance(error, (DeviceFault, RankLost)):
         return ApiError(500, f"the kernel stopped: {error}", kind="server_error", code="device_fault")
     if isinstance(error, EngineClosed):
         return ApiError(

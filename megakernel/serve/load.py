@@ -64,6 +64,7 @@ class Report:
     itl_p99_ms: float
     tpot_p50_ms: float
     tpot_p99_ms: float
+    error: str = ""  # of the first request that failed
 
 
 async def request(
@@ -186,6 +187,7 @@ async def measure(
         sum(t.completion_tokens for t in good) / span, len(good) / span,
         percentile(first, 0.5), percentile(first, 0.99), percentile(between, 0.5), percentile(between, 0.99),
         percentile(per_token, 0.5), percentile(per_token, 0.99),
+        next((t.error or f"status {t.status}" for t in done if t not in good), ""),
     )  # fmt: skip
 
 
@@ -258,7 +260,7 @@ def _levels(chosen: argparse.Namespace, url: str) -> int:
             f"{r.streams:4d} streams: {r.tokens_per_s:9.1f} tokens/s; "
             f"TTFT {r.ttft_p50_ms:.1f} / {r.ttft_p99_ms:.1f} ms; ITL {r.itl_p50_ms:.2f} / {r.itl_p99_ms:.2f} ms; "
             f"TPOT {r.tpot_p50_ms:.2f} / {r.tpot_p99_ms:.2f} ms "
-            f"(p50 / p99); {r.failed} of {r.requests} failed\n"
+            f"(p50 / p99); {r.failed} of {r.requests} failed{': ' + r.error if r.error else ''}\n"
         )  # fmt: skip
         sys.stdout.flush()
     return 1 if failed else 0

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from megakernel.errors import CheckpointError
+from megakernel.errors import CheckpointError, RankLost
 from megakernel.llm import LLM
 from megakernel.runtime import Runtime
+from megakernel.serve.answer import as_api_error
 from megakernel.tasks.record import NONE
 from tests.program.cpu.test_faults import set_chaos, waited_counters
 from tests.serve.server import Running, serving
@@ -275,3 +276,8 @@ def test_a_model_that_does_not_load_is_said(open_tiny: Callable[..., LLM]) -> No
     with serving(never, ready=False) as server:
         server.wait(lambda: server.host.failure is not None)
         assert server.client.get("/health").json() == {"status": "failed"}
+
+
+def test_a_rank_that_is_gone_is_a_fault_of_the_device() -> None:
+    told = as_api_error(RankLost(2, "rank 2 (cpu, process 7) is gone, exit status -9"))
+    assert told.status == 500 and told.code == "device_fault" and "rank 2" in str(told)

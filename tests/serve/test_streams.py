@@ -138,6 +138,11 @@ def test_the_load_generator(tiny: Running, capsys: pytest.CaptureFixture[str]) -
     assert load.main(["--url", "http://127.0.0.1:9", "--streams", "1", "--requests", "1"]) == 1
 
 
+def test_the_load_generator_says_why_requests_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load.main(["--streams", "1", "--requests", "1", "--url", "http://127.0.0.1:9"]) == 1
+    assert "1 of 1 failed: ConnectionRefusedError" in capsys.readouterr().out
+
+
 def test_the_load_generator_with_a_server_of_its_own(
     talking: Path, serve_cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

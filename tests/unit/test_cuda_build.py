@@ -20,6 +20,7 @@ from megakernel.builder.build import make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
 from megakernel.device import cuda, cuda_compiler
 from megakernel.device.cuda_compiler import STAGE_BYTES
+from megakernel.devices import find_device
 from megakernel.errors import DeviceUnavailable, LoweringError, NoCompiler, ProgramError, TargetError
 from megakernel.target import TARGETS, find_target
 
@@ -258,3 +259,10 @@ def test_loaders_know_the_rounds_of_an_input(shape: str, expected: set[tuple[int
     assert {(n.variant.rounds, n.variant.even) for n in on_cpu.schedule.nodes if n.task.name == "matmul"} == {
         (0, False)
     }
+
+
+def test_a_gpu_that_cannot_be_used_says_why_by_any_of_its_names() -> None:
+    found = find_device("cuda:0")
+    assert found.name.split(":")[0] == "cuda" and (found.availability().usable or found.availability().reason)
+    with pytest.raises(DeviceUnavailable, match="no device 'abacus:0'; known: cpu"):
+        find_device("abacus:0")

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from megakernel.engine import Engine, EngineStats
-from megakernel.errors import CapacityError, DeviceFault, EngineClosed, InvalidRequest, MegakernelError, ProgramError
+from megakernel.errors import (
+    CapacityError,
+    DeviceFault,
+    EngineClosed,
+    FaultReport,
+    InvalidRequest,
+    MegakernelError,
+    ProgramError,
+)
 from megakernel.faults import decode_fault
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
@@ -351,3 +359,10 @@ def test_a_prompt_in_a_late_slot_is_not_overtaken() -> None:
         assert (first.slot, late.slot) == (0, 1)
         assert late._first < min(request._first for request in others)
         assert list(done[1].token_ids) == expected(list(range(1, 41)), 2)
+
+
+def test_a_device_that_is_gone_is_named_without_what_nobody_knows() -> None:
+    report = FaultReport(
+        "device lost", "none", "none", NONE, NONE, "none", NONE, 0, 0, 73, detail="rank 2 is gone", device="rank 2"
+    )
+    assert str(DeviceFault(report)) == "device rank 2: device lost at step 73; rank 2 is gone"

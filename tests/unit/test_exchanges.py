@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megakernel.architectures import shape_config
 from megakernel.builder.build import Plan, make_plan
 from megakernel.builder.exchange import SentAfter
 from megakernel.builder.fuse import FusedExchange, FusedMatmul
@@ -173,3 +174,9 @@ def test_who_reads_plainly_does_not_rely_on_waits_that_are_left_out() -> None:
     assert len(bare) < len(more)
     with pytest.raises(ScheduleError, match=r"node layers\.\d\.mlp_norm tiles .* reads plainly what node"):
         drop_value_waits(tight)
+
+
+@pytest.mark.parametrize("rows", [17, 64])
+def test_programs_with_room_for_many_rows_are_planned_for_several_gpus(rows: int) -> None:
+    plan = make_plan(shape_config("llama-3.2-1b"), find_target("sm_90a"), max_context=128, max_rows=rows, tp=2)
+    assert plan.limits.max_rows == rows and plan.lowered.ranks == 2
