@@ -387,7 +387,9 @@ def test_a_killed_process_ends_in_a_report(opened: Open) -> None:
     next(iter(request))
     began = time.monotonic()
     os.kill(other.pid, signal.SIGKILL)
-    with pytest.raises(DeviceFault, match=r"device rank 1: device lost: .*rank 1 \(cpu, process \d+\) is gone.*-9"):
+    with pytest.raises(
+        DeviceFault, match=r"device rank 1: device lost at step \d+; rank 1 \(cpu, process \d+\) is gone.*-9"
+    ):
         for _ in request:
             pass
     assert time.monotonic() - began < 4.0
