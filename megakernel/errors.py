@@ -124,9 +124,14 @@ class ApiError(MegakernelError):
         super().__init__(message)
 
 
+NOBODY = 0xFFFFFFFF
+
+
 @dataclass(frozen=True)
 class FaultReport:
-    """A device fault, decoded. `value` and `target` are the counter's value seen and the one waited for."""
+    """A device fault, decoded. `value` and `target` are the counter's value seen and the one waited for.
+
+    worker: NOBODY when no kernel said it."""
 
     kind: str
     task: str
@@ -149,15 +154,12 @@ class DeviceFault(MegakernelError):
     def __init__(self, report: FaultReport) -> None:
         self.report = report
         r = report
-        lost = r.task == "none"  # before any task said something
-        text = (
-            f"{r.kind} at step {r.step}"
-            if lost
-            else (
+        text = f"{r.kind} at step {r.step}"
+        if r.worker != NOBODY:
+            text = (
                 f"{r.kind}: task {r.task} of node {r.node}, tile {r.tile}, worker {r.worker} ({r.role}), "
                 f"step {r.step}, counter {r.counter}: value {r.value}, target {r.target}"
             )
-        )
         if r.device:
             text = f"device {r.device}: {text}"
         if r.producers:

@@ -233,11 +233,11 @@ def _limits(
         raise CapacityError(f"max_context {wanted}: the model allows 1 to {most} positions")
     if not 1 <= rows <= MAX_ROWS:
         raise CapacityError(f"max_rows {rows}: a step carries 1 to {MAX_ROWS} rows")
-    most = MOST_ROWS[target.backend]
-    if rows > most:
+    room = MOST_ROWS[target.backend]
+    if rows > room:
         raise LoweringError(
-            f"max_rows {rows}: the kernels of target {target.name} have room for {most} rows in a step; give at "
-            f"most {most}"
+            f"max_rows {rows}: the kernels of target {target.name} have room for {room} rows in a step; give at "
+            f"most {room}"
         )
     if slots < 1:
         raise CapacityError(f"max_slots {slots}: at least 1 is needed")

@@ -257,13 +257,13 @@ class _Lowering:
         self._tensor(item.output, n, self.limits.sampled_rows if item.sampled else None)
         sends = self._sends(item, n)
         made = matmul.node(
-                item.name, n=n, k=k, input=item.input, output=item.output, weight=weight, dtype=self.limits.dtype,
-                tile_n=layout.tile_n, k_unit=layout.k_unit, units=layout.k_padded // layout.k_unit,
-                gamma=self._gamma(f"{item.name}.gamma", item.norm), eps=item.norm.eps if item.norm else 0.0,
-                residual=item.residual, bias=bias, glu=item.activation if glu else None, sampled=item.sampled,
-                scale=item.scale, softcap=item.softcap, activation=None if glu else item.activation, sends=sends,
-                layer=item.layer, rounds=-(-layout.k_padded // ROUND_COLUMNS) if self.target.value_edges else 0,
-                even=self.target.value_edges and layout.k_unit == EVEN_UNIT,
+            item.name, n=n, k=k, input=item.input, output=item.output, weight=weight, dtype=self.limits.dtype,
+            tile_n=layout.tile_n, k_unit=layout.k_unit, units=layout.k_padded // layout.k_unit,
+            gamma=self._gamma(f"{item.name}.gamma", item.norm), eps=item.norm.eps if item.norm else 0.0,
+            residual=item.residual, bias=bias, glu=item.activation if glu else None, sampled=item.sampled,
+            scale=item.scale, softcap=item.softcap, activation=None if glu else item.activation, sends=sends,
+            layer=item.layer, rounds=-(-layout.k_padded // ROUND_COLUMNS) if self.target.value_edges else 0,
+            even=self.target.value_edges and layout.k_unit == EVEN_UNIT,
         )  # fmt: skip
         self.nodes.append(made)
         if sends is not None:
@@ -366,11 +366,11 @@ class _Lowering:
         # Behind the logits: of each sampled row and worker its largest one, 16 bytes.
         linked = self.exchanges.ranks > 1
         best = -(-rows * self.target.workers * 16 // (4 * vocab)) if self.target.value_edges else 0
-        for name in {self.graph.output, self.exchanges.logits} if linked else {self.graph.output}:
+        head = self.exchanges.logits if linked else self.graph.output  # what the head's product makes
+        for name in {self.graph.output, head}:
             size = self.tensors[name]  # of a part as well: who finds the largest reckons with the whole vocabulary
             need = -(-(logits.rows + best) * vocab // size.cols) if best else size.rows
-            made = self.exchanges.logits if linked else self.graph.output
-            if self.limits.wide(self.target) and name == made:  # behind that the packed input of the product
+            if self.limits.wide(self.target) and name == head:  # behind that the packed input of the product
                 need += -(-self._packed_bytes(name) // (4 * size.cols))
             self.tensors[name] = TensorSize(need, size.cols, size.dtype, keep=True)
         self.nodes.append(
@@ -383,7 +383,7 @@ class _Lowering:
             advance.node(
                 "advance",
                 result="sample.result",
-                logits=self.exchanges.logits if linked else self.graph.output,
+                logits=head,
                 inputs=inputs,
                 paced=paced,
             )

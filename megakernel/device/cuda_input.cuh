@@ -58,6 +58,15 @@ MK_DEVICE float sum_of_squares(const float (&x)[8]) {
   return s;
 }
 
+// Of a round of octets, in the order of the chunks, as `ManyRows` adds them; lane % 4 is the octet of a chunk. Behind the
+// last come zeros.
+MK_DEVICE void add_squares(float& sum, float own) {
+#pragma unroll
+  for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+    sum += __shfl_sync(0xffffffffu, own, chunk * 4 + lane_of_warp() % 4);
+  }
+}
+
 MK_DEVICE void multiply_gamma(float (&x)[8], const Octet& gamma) {
   float g[8];
   gamma.values(g);
@@ -184,14 +193,6 @@ struct RowLoader {
       }
       const Quad out = packed<kHalf>(v);
       if (o < total[s]) *reinterpret_cast<Quad*>(stash.share(Loader::index() * kShares + s) + o * 16) = out;
-    }
-  }
-
-  // In the order of the chunks, as `ManyRows` adds them; lane % 4 is the octet of a chunk. Behind the last come zeros.
-  MK_DEVICE void add_squares(float& sum, float own) {
-#pragma unroll
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      sum += __shfl_sync(0xffffffffu, own, chunk * 4 + l.w.warp_lane() % 4);
     }
   }
 };

@@ -4,13 +4,14 @@
 namespace megakernel::dev {
 
 // ------------------------------------------------------------------------------------------------ the largest logit
-// Behind the logits, of each sampled row and worker: the largest of the worker's logits with its column as one number in
-// that order, and how many tiles it saw. All ones are not valid yet.
+// Sampled rows that there is room for.
 MK_DEVICE uint32_t sampled_room(const Worker& w) {
   if constexpr (kWide) return tasks::least(w.args.max_rows, tasks::most(kTileRows, w.args.max_slots));
   return w.args.max_rows;
 }
 
+// Behind the logits, of each sampled row and worker: the largest of the worker's logits with its column as one number in
+// that order, and how many tiles it saw. All ones are not valid yet.
 struct Largest {
   static constexpr uint64_t kNotFinite = 0xfffffffe00000000u;  // more than any number
 

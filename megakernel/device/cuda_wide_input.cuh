@@ -64,7 +64,7 @@ struct SharePacker {
       float v[8];
       octet[i].values(v);
       if constexpr (kNorm) {
-        squares = with_squares(squares, sum_of_squares(v), total - begin);
+        add_squares(squares, sum_of_squares(v));
         multiply_gamma(v, scale[i]);
       }
       if (o < total) {
@@ -72,16 +72,6 @@ struct SharePacker {
       }
     }
     return squares;
-  }
-
-  // In the order of the chunks; lane % 4 is the octet of a chunk.
-  MK_DEVICE float with_squares(float sum, float own, uint32_t left) const {
-#pragma unroll
-    for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-      const float s = __shfl_sync(0xffffffffu, own, chunk * 4 + w.warp_lane() % 4);
-      if (chunk * 4 < left) sum += s;
-    }
-    return sum;
   }
 };
 

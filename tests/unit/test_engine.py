@@ -366,3 +366,8 @@ def test_a_device_that_is_gone_is_named_without_what_nobody_knows() -> None:
         "device lost", "none", "none", NONE, NONE, "none", NONE, 0, 0, 73, detail="rank 2 is gone", device="rank 2"
     )
     assert str(DeviceFault(report)) == "device rank 2: device lost at step 73; rank 2 is gone"
+
+
+def test_a_fault_before_any_record_still_says_who_waited() -> None:
+    report = FaultReport("header budget", "none", "none", NONE, 5, "consumer", 7, 1, 2, 3)
+    assert "worker 5 (consumer), step 3, counter 7: value 1, target 2" in str(DeviceFault(report))
