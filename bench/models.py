@@ -2,6 +2,7 @@
 
     python -m bench.device_session models [NAME ...] [--device cuda] [--file FILE] [--budget SECONDS]
     python -m bench.device_session models --table --file FILE
+    python -m bench.device_session models llama-3.2-1b --positions 7 32 511 1024 4095 16000
 
 Weights are drawn by torch from a seed and their names, rounded to bf16, the same for all three: the kernel, the
 interpreter in float32, and the interpreter in bfloat16. A row is printed and appended to FILE as soon as it is known;
@@ -15,7 +16,7 @@ import json
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -136,6 +137,38 @@ def error(got: npt.NDArray[np.float32], want: npt.NDArray[np.float32]) -> float:
     return float((np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).mean())
 
 
+def position_errors(
+    name: str, config: Mapping[str, Any], device: Device, positions: Sequence[int]
+) -> Iterator[tuple[int, float, float]]:
+    """Of the logits of the token decoded at each position, behind a prompt: the errors of the kernel and of torch bf16
+    against float32, as in `Row`."""
+    torch_device = "cuda" if device.name.startswith("cuda") else "cpu"
+    graph = find_model(config).build(config)
+    weights = Weights(graph, torch_device)
+    program = build_program(
+        config, device.target, device, cache=Path(tempfile.gettempdir()) / "megakernel", dtype="bf16", max_slots=1,
+        max_context=max(positions) + 2,
+    )  # fmt: skip
+    drawn = np.random.default_rng(0).integers(0, graph.config.vocab, max(positions) + 1)
+    ids = [int(i) for i in drawn]
+    got = []
+    run = Runtime(program, device, weights.read, spin_budget_ns=5_000_000_000)
+    try:
+        for at in positions:
+            run.reset()
+            got.append(forced_logits(run, ids[: at + 1], at - 1)[1:])
+    finally:
+        run.close()
+    want, rounded = (
+        Interpreter(graph, weights, device=torch_device, dtype=dtype, forget=True)
+        .step(ids)["logits"][list(positions)].float().cpu().numpy()
+        for dtype in ("float32", "bfloat16")
+    )  # fmt: skip
+    for i, at in enumerate(positions):
+        here = slice(i, i + 1)
+        yield at, error(got[i], want[here]), error(rounded[here], want[here])
+
+
 def step_us(run: Runtime, context: int, steps: int) -> float:
     """Median microseconds of a greedy step with `context` tokens, all zeros, in the cache."""
     m = run.manifest
@@ -215,12 +248,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--file", type=Path, default=Path("models.jsonl"))
     parser.add_argument("--budget", type=float, default=360.0, help="seconds after which no shape is begun")
+    parser.add_argument("--positions", type=int, nargs="*", help="only print the errors of tokens decoded at these")
     parser.add_argument("--table", action="store_true", help="only print the table of FILE")
     given = parser.parse_args(argv)
     if given.table:
         print(table(read(given.file)))
         return
     names = given.names or sorted(shape_names(), key=size)
+    if given.positions:
+        for name in names:
+            for at, own, torch_error in position_errors(
+                name, shape_config(name), open_device(given.device), given.positions
+            ):
+                print(
+                    f"{name}, position {at}: error of the kernel {own:.2e}, of torch bf16 {torch_error:.2e}", flush=True
+                )
+        return
     run_shapes(names, open_device(given.device), given.file, given.budget)
 
 

@@ -10,7 +10,7 @@ from megakernel.tasks.record import TILE_ROWS, c_header
 from megakernel.tasks.task import TASKS_FOLDER, TaskNode, all_fields, device_half
 
 ABI_HEADER = "megakernel_abi.h"
-LANGUAGE_MODEL = frozenset({"advance", "attention", "combine", "embedding", "matmul", "sample"})
+LANGUAGE_MODEL = frozenset({"advance", "attention", "combine", "embedding", "matmul", "norm", "sample"})
 """Tasks that every language model has: devices may have bodies of their own for them, so they are always declared."""
 
 
@@ -35,6 +35,7 @@ def kernel_source(
     ranks = next((n.sizes["ranks"] for n in nodes if n.task.sends(n) or n.task.receives(n)), 1)
     lines = [
         "// Generated: a list of task variants. The algorithms are in the headers.",
+        f"#define MEGAKERNEL_UNITS {max((n.sizes.get('units', 1) for n in nodes), default=1)}  // of the longest input",
         f'#include "{ABI_HEADER}"',
         f'#include "megakernel/device/{target.backend}.h"',
         f'#include "megakernel/device/{target.backend}_peer.h"',

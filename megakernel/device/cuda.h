@@ -27,7 +27,7 @@ constexpr uint32_t kProducerWarp = kConsumers, kStorerWarp = kConsumers + 1, kCo
 constexpr uint32_t kLoaders = 4, kLoaderWarp = kConsumers + 3;  // the first of them
 constexpr uint32_t kWarps = kConsumers + 3 + kLoaders;
 constexpr uint32_t kThreads = kWarps * 32;
-constexpr uint32_t kStageBytes = 16384;
+constexpr uint32_t kStageBytes = 16384, kFewestStages = 8;  // fewest: that are left when some are given up
 constexpr uint32_t kRecords = 5;                     // records that control reads ahead
 constexpr uint32_t kRecordReaders = kConsumers + 1 + kLoaders;  // consumers, storer, loaders; the producer reads its own
 constexpr uint32_t kTileRows = 16;                 // of the matrix cores
@@ -35,8 +35,12 @@ constexpr bool kWide = abi::kMaxRows > kTileRows;  // steps may be wide, see cud
 constexpr uint32_t kNarrowRows = kWide ? MEGAKERNEL_NARROW_ROWS : kTileRows;  // more make a step wide
 // Inputs, partial sums and merges; less what headers of more rows take.
 constexpr uint32_t kHeaderBytes = 2 * sizeof(abi::StepHeader) - 1024;
-constexpr uint32_t kScratchBytes = MEGAKERNEL_SCRATCH_BYTES - (kWide ? kHeaderBytes : 0);
-constexpr uint32_t kStages = MEGAKERNEL_STAGES;
+constexpr uint32_t kBaseScratch = MEGAKERNEL_SCRATCH_BYTES - (kWide ? kHeaderBytes : 0);
+// A program whose widest input is no row that fits gives up stages for it, where there are enough.
+constexpr uint32_t kRowScratch = MEGAKERNEL_UNITS * 2048 + 32 + 2 * (kConsumers * 33 * 4);  // see RowStash and Sums
+constexpr uint32_t kLent = kRowScratch > kBaseScratch ? (kRowScratch - kBaseScratch + kStageBytes - 1) / kStageBytes : 0;
+constexpr uint32_t kGivenUp = MEGAKERNEL_STAGES >= kLent + kFewestStages ? kLent : 0;
+constexpr uint32_t kScratchBytes = kBaseScratch + kGivenUp * kStageBytes, kStages = MEGAKERNEL_STAGES - kGivenUp;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
 constexpr uint32_t kCalm = MEGAKERNEL_CALM < kInFlight ? MEGAKERNEL_CALM : kInFlight;  // the same while loaders ask for values
 

@@ -217,6 +217,7 @@ struct Core {
 }  // namespace megakernel::dev
 
 #include "megakernel/device/cuda_matrix.cuh"
+#include "megakernel/device/cuda_norm.cuh"
 #include "megakernel/device/cuda_pages.cuh"
 #include "megakernel/device/cuda_tokens.cuh"
 #include "megakernel/device/cuda_values.cuh"

@@ -45,6 +45,7 @@ class Norm(Task):
     """Tile t writes columns `[t * tile_cols, (t + 1) * tile_cols)` of every row."""
 
     name = "norm"
+    awaits_values = True
     body = "Norm"
     config = "NormConfig"
     fields = Struct(
@@ -82,6 +83,10 @@ class Norm(Task):
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
         low, high = tile_columns(node, first, count)
         return Cost(0.0, 4.0 * (node.sizes["cols"] + 3.0 * (high - low)), 3.0 * node.sizes["cols"])
+
+    @staticmethod
+    def by_value(node: TaskNode) -> bool:
+        return True
 
     @staticmethod
     def payload(node: TaskNode, at: Addresses) -> Mapping[str, Any]:
