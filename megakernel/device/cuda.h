@@ -160,23 +160,23 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     b.even_workspace = args.workspace;
     for (uint32_t i = 0; i < kStages; ++i) {
       barrier_init(&b.full[i], kFullArrivals);
-      barrier_init(&b.empty[i], kConsumers);
+      barrier_init(&b.empty[i], kConsumers * kWarpArrivals);
       b.copying[i] = 0;
     }
     for (uint32_t i = 0; i < kRecords; ++i) {
-      barrier_init(&b.record_full[i], 1);
-      barrier_init(&b.record_empty[i], kRecordReaders);
+      barrier_init(&b.record_full[i], kWarpArrivals);
+      barrier_init(&b.record_empty[i], kRecordReaders * kWarpArrivals);
     }
     for (uint32_t i = 0; i < 2; ++i) {
-      barrier_init(&b.header_full[i], 1);
-      barrier_init(&b.sums_full[i], kConsumers);
-      barrier_init(&b.sums_empty[i], 1);
+      barrier_init(&b.header_full[i], kWarpArrivals);
+      barrier_init(&b.sums_full[i], kConsumers * kWarpArrivals);
+      barrier_init(&b.sums_empty[i], kWarpArrivals);
     }
-    barrier_init(&b.input_full, kLoaders);
-    barrier_init(&b.input_empty, kConsumers);
-    barrier_init(&b.step_done, kConsumers + 2 + kLoaders);  // consumers, producer, storer, loaders
-    barrier_init(&b.group, kConsumers);
-    barrier_init(&b.rolled, 1);
+    barrier_init(&b.input_full, kLoaders * kWarpArrivals);
+    barrier_init(&b.input_empty, kConsumers * kWarpArrivals);
+    barrier_init(&b.step_done, (kConsumers + 2 + kLoaders) * kWarpArrivals);  // consumers, producer, storer, loaders
+    barrier_init(&b.group, kConsumers * kWarpArrivals);
+    barrier_init(&b.rolled, kWarpArrivals);
     b.dropped = b.failed = b.stop = b.asking = 0;
     b.words.kind = abi::FaultKind::kNone;
     b.posted = ~uint64_t(0);
@@ -364,7 +364,7 @@ struct Worker {
   // The group of consumers meets: what each wrote before, all read after.
   MK_DEVICE void sync() {
     __syncwarp();
-    if (warp_lane() == 0) barrier_arrive(&block().group);
+    barrier_arrive_warp(&block().group);
     wait_barrier(&block().group, group_parity);
     group_parity ^= 1;
   }

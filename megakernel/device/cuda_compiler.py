@@ -33,12 +33,14 @@ class Tunables:
     """What a build may choose. in_flight: stages being copied at once; more only delays everyone else's loads.
     calm: the same while the worker waits for values of others, whose way it then leaves free.
     spare_stages: stages given up, so that their memory serves as cache.
-    narrow_rows, 1 to 16: steps of more rows are wide ones, in programs with room for more than 16."""
+    narrow_rows, 1 to 16: steps of more rows are wide ones, in programs with room for more than 16.
+    every_lane, 0 or 1: at a barrier every lane arrives, not one for its warp: slower, for tools that look for races."""
 
     in_flight: int = 5
     calm: int = 2
     spare_stages: int = 0
     narrow_rows: int = 8
+    every_lane: int = 0
 
 
 DEFAULTS = Tunables()
@@ -68,7 +70,7 @@ def compile_flags(target: Target, chaos: bool, trace: bool, tunables: Tunables =
         "SCRATCH_BYTES": SCRATCH_BYTES, "NARROW_ROWS": tunables.narrow_rows,
         "SHARED_BYTES": shared_bytes_of(target, tunables),
     }  # fmt: skip
-    flavours = {"CHAOS": chaos, "TRACE": trace}
+    flavours = {"CHAOS": chaos, "TRACE": trace, "EVERY_LANE": bool(tunables.every_lane)}
     return (
         f"--gpu-architecture={target.name}",
         *("--std=c++20", "--device-as-default-execution-space", "-DMEGAKERNEL_NO_STD=1"),

@@ -72,7 +72,7 @@ struct Consumer {
   MK_DEVICE void take_input() { w.wait_barrier(&block().input_full, input_parity); }
   MK_DEVICE void free_input() {
     __syncwarp();
-    if (w.warp_lane() == 0) barrier_arrive(&block().input_empty);
+    barrier_arrive_warp(&block().input_empty);
     input_parity ^= 1;
   }
 
@@ -95,7 +95,7 @@ struct Consumer {
   }
   MK_DEVICE void give_back(uint32_t slot) {
     __syncwarp();
-    if (w.warp_lane() == 0) barrier_arrive(&block().empty[slot]);
+    barrier_arrive_warp(&block().empty[slot]);
   }
   MK_DEVICE void give_back() {
     give_back(ring.slot);
@@ -126,7 +126,7 @@ struct Loader {
   MK_DEVICE void end() {
     __syncwarp();
     if (index() == 0) store_volatile(&block().asking, 0);
-    if (w.warp_lane() == 0) barrier_arrive(&block().input_full);
+    barrier_arrive_warp(&block().input_full);
     parity ^= 1;
   }
 };

@@ -163,7 +163,7 @@ struct HandOver {
     }
     if (norm) input.put_squares(w, sums + kConsumers * Sums::kOutputs * rows + w.warp(), rows);
     __syncwarp();
-    if (w.warp_lane() == 0) barrier_arrive(&block().sums_full[slot]);
+    barrier_arrive_warp(&block().sums_full[slot]);
     c.sums_parity ^= 1u << slot;
     ++c.sums_slot;
   }
@@ -222,7 +222,7 @@ MK_DEVICE void take_pair(Consumer& c, Chains (&d)[kBlockTiles], const Fragments<
   places.load(first.slot, b[0]);
   places.load(second, b[1]);
   __syncwarp();
-  if (c.w.warp_lane() == 0) {
+  if (arrives()) {
     barrier_arrive(&block().empty[first.slot]);
     if (two) barrier_arrive(&block().empty[second]);
   }

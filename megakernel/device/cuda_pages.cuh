@@ -72,6 +72,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     Items items(*w.header, record, f);
     const uint32_t head = items.head;
     uint32_t count = 0;
+    __syncwarp();  // all have seen what was known
 #pragma unroll 1
     while (items.next()) {
       const uint32_t pages = items.last_page - items.page + 1;
@@ -179,8 +180,13 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   MK_DEVICE static void give_back_pages(Consumer& c, const Items& item, Ring back) {
     __syncwarp();
-    back.skip(c.w.warp_lane());
-    if (c.w.warp_lane() < (item.last_page - item.page + 1) * kPageStages) barrier_arrive(&block().empty[back.slot]);
+    const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
+    if constexpr (kWarpArrivals == 1) {
+      back.skip(c.w.warp_lane());
+      if (c.w.warp_lane() < count) barrier_arrive(&block().empty[back.slot]);
+    } else {
+      for (uint32_t i = 0; i < count; ++i, back.next()) barrier_arrive_warp(&block().empty[back.slot]);
+    }
   }
 
   // Keys and values of this step that lie in this warp's run, into its page in the ring.

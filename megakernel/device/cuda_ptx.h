@@ -26,6 +26,18 @@ MK_DEVICE void barrier_arrive(uint64_t* barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// By all lanes of a warp, of which one arrives. With MEGAKERNEL_EVERY_LANE all do, for tools that follow threads one by one
+// and do not know that a __syncwarp orders what the others wrote.
+#ifdef MEGAKERNEL_EVERY_LANE
+constexpr uint32_t kWarpArrivals = 32;
+#else
+constexpr uint32_t kWarpArrivals = 1;
+#endif
+MK_DEVICE bool arrives() { return kWarpArrivals > 1 || threadIdx.x % 32 == 0; }
+MK_DEVICE void barrier_arrive_warp(uint64_t* barrier) {
+  if (arrives()) barrier_arrive(barrier);
+}
+
 // Whether the phase with this parity is complete; may wait for a moment before the answer is no. `barrier` is its shared
 // address.
 MK_DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {

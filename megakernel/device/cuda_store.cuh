@@ -109,7 +109,7 @@ struct RowStorer {
       }
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(&block().sums_empty[slot]);
+    barrier_arrive_warp(&block().sums_empty[slot]);
     s.sums_parity ^= 1u << slot;
     ++s.sums_slot;
     if (sampled || !active) return;

@@ -312,7 +312,7 @@ MK_DEVICE void take_slice(Consumer& c, const WideOrder& order, const Slices& at,
     weights += at.group * at.count * 512;
   }
   __syncwarp();
-  if (w.warp_lane() == 0) {
+  if (arrives()) {
     barrier_arrive(&block().empty[order.weights.slot]);
     barrier_arrive(&block().empty[order.input.slot]);
   }

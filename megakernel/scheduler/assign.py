@@ -38,26 +38,50 @@ def balanced(nodes: Sequence[TaskNode], target: Target, context: int) -> Placeme
     A node's share never differs by more than one tile: its readers wait for the slowest worker, so paying back an
     earlier node with more than that only makes everyone wait (simulated on 16- and 36-layer decoders).
 
-    A node whose task `repeats` is placed like the one of its kind before it, where edges are by value.
+    Where edges are by value, a node whose task `repeats` is placed like the one of its kind before it; and workers that
+    make the last of attention's result in every step get a tile less of what reads it, or none: they come to it late.
     """
     build = _Builder(target.workers)
     load = [0.0] * target.workers
+    late: dict[str, set[int]] = {}  # tensor -> workers
     before: dict[tuple[object, int], list[int]] = {}
     for index, node in enumerate(nodes):
         tile = _tile_time(node, target, context)
         base, more = divmod(node.tiles, target.workers)
         counts = [base] * target.workers
         kind = (node.task, node.tiles)
+        tired: set[int] = set()
+        if target.value_edges:
+            tired = tired.union(*(late.get(r.tensor, ()) for r in node.task.reads(node, 0, node.tiles)))
         if target.value_edges and node.task.repeats and kind in before:
             counts = before[kind]
         else:
-            for worker in sorted(range(target.workers), key=lambda w: (load[w], w))[:more]:
+            if 0 < len(tired) <= target.workers // 4:
+                less = max(0, math.ceil(node.tiles / target.workers) - 1)
+                base, more = divmod(node.tiles - less * len(tired), target.workers - len(tired))
+                counts = [less if w in tired else base for w in range(target.workers)]
+            for worker in sorted(range(target.workers), key=lambda w: (w in tired, load[w], w))[:more]:
                 counts[worker] += 1
         before[kind] = counts
+        _note_late(late, node, counts)
         for worker, count in enumerate(counts):
-            load[worker] += count * tile + (target.task_us if count else 0.0)
+            took = node.tiles / target.workers if tired else count  # what they are spared is not made up for
+            load[worker] += took * tile + (target.task_us if took else 0.0)
         build.add(index, counts)
     return build.placement()
+
+
+def _note_late(late: dict[str, set[int]], node: TaskNode, counts: Sequence[int]) -> None:
+    """Add to `late`, by tensor, the workers of this node that are the last to write it in every step."""
+    written = [region.tensor for region in node.task.writes(node, 0, node.tiles)]
+    instead = [region.tensor for region in node.task.may_write(node, 0, node.tiles)]
+    if first := node.task.first_tiles(node):
+        ends = np.cumsum(counts)
+        busy = {int(np.searchsorted(ends, tile, "right")) for tile in first}
+        late.update({tensor: set(busy) for tensor in (*written, *instead)})
+    elif late.keys() & set(written):  # in steps where the node before has not done it in its place
+        own = {worker for worker, count in enumerate(counts) if count}
+        late.update({tensor: late[tensor] | own for tensor in written if tensor in late})
 
 
 def critical_path(nodes: Sequence[TaskNode], target: Target, context: int) -> Placement:

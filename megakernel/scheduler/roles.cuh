@@ -96,7 +96,7 @@ MK_OUT_OF_LINE void begin_step() {
 // This warp will not look at the step again.
 MK_OUT_OF_LINE void end_step() {
   dev::warp_meets();
-  if (dev::lane_of_warp() == 0) dev::barrier_arrive(&block().step_done);
+  dev::barrier_arrive_warp(&block().step_done);
 }
 
 // The opcode of the next record that control has put into shared memory.
@@ -118,7 +118,7 @@ MK_OUT_OF_LINE void done_record() {
   const uint32_t slot = s.record_slot, parity = s.record_parity;
   const bool wraps = slot + 1 == dev::kRecords;
   dev::warp_meets();
-  if (dev::lane_of_warp() == 0) dev::barrier_arrive(&block().record_empty[slot]);
+  dev::barrier_arrive_warp(&block().record_empty[slot]);
   s.record = nullptr;
   s.record_slot = wraps ? 0 : slot + 1;
   s.record_parity = wraps ? parity ^ 1 : parity;
@@ -295,8 +295,8 @@ MK_DEVICE bool fetch_header(Worker& w) {
     const uint64_t even = b.even_workspace, odd = even + w.args.workspace_stride;
     b.args.workspace = w.step & 1 ? odd : even;
     b.last_workspace = w.step & 1 ? even : odd;
-    dev::barrier_arrive(&b.header_full[w.step & 1]);
   }
+  dev::barrier_arrive_warp(&b.header_full[w.step & 1]);
   trace::step(w);
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
@@ -333,7 +333,7 @@ MK_DEVICE void run_control(bool one_step) {
   }
   if (w.warp_lane() < dev::kWarps) b.state[w.warp_lane()].step = last_step;
   dev::warp_meets();
-  if (w.warp_lane() == 0) dev::barrier_arrive(&b.rolled);
+  dev::barrier_arrive_warp(&b.rolled);
   uint32_t slot = 0, parity = 1, done_parity = 0;
   for (w.begin_step(last_step + 1); fetch_header(w); w.begin_step(w.step + 1)) {
     bool last = false;
@@ -348,7 +348,7 @@ MK_DEVICE void run_control(bool one_step) {
       put_word(w, b.record[slot], word);
       word = after;
       if (!last && idles<Tasks>(w, b.record[slot])) continue;
-      if (w.warp_lane() == 0) dev::barrier_arrive(&b.record_full[slot]);
+      dev::barrier_arrive_warp(&b.record_full[slot]);
       trace::filled(w);
       if (++slot == dev::kRecords) {
         slot = 0;

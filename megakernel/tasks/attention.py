@@ -118,6 +118,12 @@ class Attention(Task):
         return Cost(2.0 * share * v.head_dim * v.kv_dtype.bytes, 4.0 * count * (v.group + 2) * v.head_dim, flops)
 
     @staticmethod
+    def first_tiles(node: TaskNode) -> tuple[int, ...]:
+        """Those of the first piece of a row; see `PageItems`."""
+        splits = node.sizes["splits"]
+        return tuple(head * splits + head % splits for head in range(node.tiles // splits))
+
+    @staticmethod
     def by_value(node: TaskNode) -> bool:
         return True
 

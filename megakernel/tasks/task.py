@@ -174,6 +174,11 @@ class Task(ABC):
         """Values of `fields`."""
 
     @staticmethod
+    def first_tiles(node: TaskNode) -> tuple[int, ...]:
+        """Tiles that have work in every step, of a task whose others have some only in long contexts."""
+        return ()
+
+    @staticmethod
     def by_value(node: TaskNode) -> bool:
         """Whether the elements that this node writes may say by themselves whether they have been written: each is a
         float, written once a step."""

@@ -14,6 +14,8 @@ import pytest
 from bench.device_session import TINY
 from megakernel.architectures import random_weights
 from megakernel.builder.build import build_graph, build_program
+from megakernel.device.cuda import CudaDevice
+from megakernel.device.cuda_compiler import Tunables
 from megakernel.devices import list_devices, open_device
 from megakernel.runtime import Runtime
 
@@ -50,9 +52,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def opened(name: str, *, workers: int | None = None, **options: Any) -> tuple[Runtime, Any, Any]:
-    """A runtime, its graph and its weights."""
+def opened(
+    name: str, *, workers: int | None = None, tunables: Tunables | None = None, **options: Any
+) -> tuple[Runtime, Any, Any]:
+    """A runtime, its graph and its weights. `tunables`: of the kernel for CUDA."""
     device, config = open_device(NAME), MODELS[name]
+    if tunables is not None and isinstance(device, CudaDevice):
+        device.tunables = tunables
     target = device.target if workers is None else device.target.with_workers(workers)
     chosen = {"dtype": "bf16", "max_context": 1024, "max_slots": 4, **options}
     program = build_program(config, target, device, cache=Path(tempfile.gettempdir()) / "megakernel", **chosen)
