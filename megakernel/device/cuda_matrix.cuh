@@ -80,13 +80,14 @@ __device__ __noinline__ void produce_rows() {
   const abi::Record& record = *p.w.record;
   const MatrixFields& f = matrix_fields(p.w);
   const uint32_t bytes = f.k_unit * 16, units = f.units, count = record.tile_count;
-  const uint64_t tile_bytes = uint64_t(bytes) * units;
-  // In the order block, unit, tile; one place that copies.
-  const char *block = tasks::weights<char>(p.w, f.weight) + record.tile_begin * tile_bytes, *row = block, *from = block;
-  uint32_t left = count, unit = 0, tile = 0;
+  const uint32_t tile_bytes = bytes * units;
+  // In the order block, unit, tile; one place that copies. What is done for each stage is what the memory rests when it
+  // has none on its way, so within a block places are 32 bits.
+  const char* block = tasks::weights<char>(p.w, f.weight) + record.tile_begin * uint64_t(tile_bytes);
+  uint32_t left = count, unit = 0, tile = 0, row = 0, from = 0;
 #pragma unroll 1
   while (left > 0) {
-    p.put(from, bytes);
+    p.put(block + from, bytes);
     from += tile_bytes;
     if (++tile < kBlockTiles && tile < left) continue;
     tile = 0;
@@ -94,7 +95,8 @@ __device__ __noinline__ void produce_rows() {
     if (++unit == units) {
       unit = 0;
       left -= tasks::least(kBlockTiles, left);
-      row = block += kBlockTiles * tile_bytes;
+      block += kBlockTiles * uint64_t(tile_bytes);
+      row = 0;
     }
     from = row;
   }

@@ -111,17 +111,18 @@ MK_DEVICE uint64_t streaming_policy() {
 // Starts the copy of `bytes` (a multiple of 16, both sides aligned to 16) and arrives at `barrier`, which completes
 // when all have landed. Called by the whole warp.
 MK_DEVICE void copy_to_shared(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
-  const uint32_t lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-  if (lane == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
-  }
-  __syncwarp();
+  // Of one elected lane the compiler knows that it is alone: else it would loop over those that are there.
+  asm volatile(
+      "{\n"
+      ".reg .pred mine;\n"
+      "elect.sync _|mine, 0xffffffff;\n"
+      "@mine mbarrier.arrive.expect_tx.shared::cta.b64 _, [%3], %2;\n"
+      "@mine cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;\n"
+      "}\n" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
 #else
+  const uint32_t lane = threadIdx.x % 32;
   for (uint32_t at = lane * 16; at < bytes; at += 512) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to) + at),
                  "l"(static_cast<const char*>(from) + at), "l"(policy) : "memory");
