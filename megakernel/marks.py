@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.tasks.record import NONE, OPCODE_END, TRACE_EVENT, TRACE_STEP, WAIT_TICKS, Role
+from megakernel.tasks.record import NONE, OPCODE_END, TRACE_EVENT, TRACE_MARKS, TRACE_STEP, WAIT_TICKS, Role
 
 Table = npt.NDArray[Any]  # structured
 Ticks = npt.NDArray[np.uint64]
@@ -58,30 +58,34 @@ class Clock:
         return out
 
 
-def events_of_marks(worker: int, queue: Table, marks: Table, passes: Table) -> tuple[Table, float]:
+def events_of_marks(worker: int, queue: Table, marks: Table, passes: Table) -> tuple[Table, float, int]:
     """Events of one worker as TRACE_EVENT, in nanoseconds of the shared clock, and the drift of its own. `queue`: its
-    records; `marks`, `passes`: as its rings hold them, oldest first. What belongs to no step that the worker has begun
-    is left out."""
+    records; `marks`: as its ring holds them, oldest first; `passes` [steps, 1 + records]: of its producer. What belongs
+    to no step that the worker has begun is left out; and what belongs to one whose row another step has, which is how
+    many marks the last value says."""
+    kept = ~_overtaken(marks["step"], passes)
+    lost = int(len(marks) - kept.sum())
+    # As bytes: a structure's copy may leave its padding out.
+    raw = np.ascontiguousarray(marks).view(np.uint8).reshape(len(marks), TRACE_STEP.size)[kept]
+    marks = raw.reshape(-1).view(TRACE_MARKS.dtype)
     is_step = marks["record"] == NONE
-    raw = np.ascontiguousarray(marks).view(np.uint8).reshape(len(marks), TRACE_STEP.size)
-    steps = raw[is_step].reshape(-1).view(TRACE_STEP.dtype)  # as bytes: a structure's copy may leave its padding out
+    steps = raw[is_step].reshape(-1).view(TRACE_STEP.dtype)
     steps = steps[np.argsort(steps["step"], kind="stable")]
     if not len(steps):
-        return _empty(0, Role.CONTROL), 0.0
+        return _empty(0, Role.CONTROL), 0.0, lost
     ends = queue["opcode"] == OPCODE_END
     count = int(np.argmax(ends)) if ends.any() else len(queue)
     records = marks[~is_step & np.isin(marks["step"], steps["step"])]
     records = records[np.lexsort((records["record"], records["step"]))]
-    passes = passes[np.isin(passes["step"], steps["step"]) & (passes["ready"] != 0)]
     clock = Clock.of(steps, records)
     records = records[records["record"] < count]
-    out = np.concatenate([*_roles(queue, records, steps), _producer(queue, passes, steps)])
+    out = np.concatenate([*_roles(queue, records, steps), _producer(queue[:count], passes, steps)])
     for name in TIMES:
         out[name] = clock.at(out[name])
     out["longest_wait"] = np.rint(out["longest_wait"] * clock.rate)
     out = np.concatenate([_steps(steps, clock), out])
     out["worker"] = worker
-    return out, clock.drift_ns
+    return out, clock.drift_ns, lost
 
 
 def _steps(steps: Table, clock: Clock) -> Table:
@@ -124,19 +128,39 @@ def _roles(queue: Table, records: Table, steps: Table) -> tuple[Table, Table, Ta
     return consumers, storer[stored], loader[loaded]
 
 
+def _overtaken(steps: npt.NDArray[np.uint32], passes: Table) -> npt.NDArray[np.bool_]:
+    """Whether the place of each step's row has a later one."""
+    if not len(passes):
+        return np.zeros(len(steps), np.bool_)
+    there = passes["room"][steps % np.uint32(len(passes)), 0]
+    out: npt.NDArray[np.bool_] = (there - steps).view(np.int32) > 0
+    return out
+
+
 def _producer(queue: Table, passes: Table, steps: Table) -> Table:
-    place = np.searchsorted(steps["step"], passes["step"])
-    ready, done = (_whole(passes[n], steps["clock"][place]) for n in ("ready", "done"))
-    out = _of_records(queue, passes, Role.PRODUCER)
-    out["start"][1:] = np.minimum(done[:-1], ready[1:])
-    out["start"][:1] = ready[:1]
-    # The first of a step may be the first of a launch, before which there was nothing.
-    fresh = (
-        np.concatenate([[True], np.diff(passes["step"].astype(np.int64)) != 0]) if len(passes) else np.zeros(0, bool)
+    """It waits for nothing but room in the ring: until it last got some that was not there when it came."""
+    number, again = passes["room"][:, 0], passes["done"][:, 0]
+    rows = passes[(number == again) & np.isin(number, steps["step"]) & (number != 0)]
+    rows = rows[np.argsort(rows["done"][:, 0], kind="stable")]
+    place, record = np.nonzero(rows["done"][:, 1 : len(queue) + 1])
+    at = np.searchsorted(steps["step"], rows["done"][place, 0])
+    done, room = (_whole(rows[n][place, record + 1], steps["clock"][at]) for n in ("done", "room"))
+    # It is a step ahead at most; what is older is of a step whose place this one has, and in which it copied it.
+    fresh = done >= np.where(
+        at > 0, steps["start"][at - 1], steps["start"][at] - (steps["clock"][at] - steps["start"][at])
     )
-    begun = np.minimum(np.maximum(out["start"], steps["start"][place]), ready)
-    out["start"][fresh] = begun[fresh]
-    out["ready"], out["published"] = ready, done
+    out = _empty(int(fresh.sum()), Role.PRODUCER)
+    done, room, record, at = done[fresh], room[fresh], record[fresh], at[fresh]
+    out["record"], out["step"] = record, steps["step"][at]
+    for name in ("node", "tile_begin", "tile_count"):
+        out[name] = queue[name][record]
+    out["start"][1:] = done[:-1]
+    out["start"][:1] = np.minimum(done[:1], steps["start"][at[:1]])
+    # The first of a step may be the first of a launch, before which there was nothing.
+    first = np.flatnonzero(np.diff(at, prepend=-1))
+    out["start"][first] = np.minimum(np.maximum(out["start"][first], steps["start"][at[first]]), done[first])
+    out["ready"] = np.where((room > out["start"]) & (room <= done), room, out["start"])
+    out["published"] = done
     return out
 
 

@@ -1,7 +1,7 @@
 """The rings of a recording in a device's memory: made and read between launches.
 
 Each worker has kTraceRings rings of TraceEvent, one for each role that records. Where roles run side by side it has one
-of TraceMarks and one of TracePass instead, of which events are made here.
+of TraceMarks and rows of TracePass instead, of which events are made here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class Recorder:
         self.last = NONE64 if steps is None else first + steps - 1
         self.capacity = ring_capacity(manifest, steps or OPEN_STEPS)
         self.fault: FaultReport | None = None
-        self.buffer: Buffer = device.allocate(self._workers * sum(self._bytes(entry) for entry in self._rings))
+        self._row = manifest.queue_length + 1  # of TRACE_PASS, for each step
+        self._rows_bytes = self.capacity * TRACE_PASS.size if self._rings[0] is TRACE_MARKS else 0
+        each = sum(self._bytes(entry) for entry in self._rings) + self._rows_bytes
+        self.buffer: Buffer = device.allocate(self._workers * each)
         if not self.buffer.zeroed:
             device.fill(self.buffer, 0)
 
@@ -97,7 +100,10 @@ class Recorder:
                 entries = ring[TRACE_RING.size :].reshape(-1, entry.size)
                 rings.append(entries[kept].reshape(-1).view(entry.dtype))
             if self._rings[0] is TRACE_MARKS:
-                events, off = events_of_marks(worker, self._records[worker], *rings)
+                passes, at = raw[at : at + self._rows_bytes], at + self._rows_bytes
+                rows = passes.view(TRACE_PASS.dtype)[: self._row * (self.capacity // self._row)].reshape(-1, self._row)
+                events, off, overtaken = events_of_marks(worker, self._records[worker], *rings, rows)
+                lost[worker] += overtaken
                 found.append(events)
                 drift.append(off)
             else:
@@ -110,11 +116,14 @@ class Recorder:
 
 def rings_of(manifest: Manifest) -> tuple[Struct, ...]:
     """What the rings of a worker hold, in order."""
-    return (TRACE_MARKS, TRACE_PASS) if manifest.backend in SIDE_BY_SIDE else (TRACE_EVENT,) * TRACE_RINGS
+    return (TRACE_MARKS,) if manifest.backend in SIDE_BY_SIDE else (TRACE_EVENT,) * TRACE_RINGS
 
 
 def ring_capacity(manifest: Manifest, steps: int) -> int:
-    """Entries of a ring: a power of two that holds `steps` steps, as far as memory is not taken without measure."""
+    """Entries of a ring: a power of two that holds `steps` steps, as far as memory is not taken without measure, and one
+    step at least. Where roles run side by side there are as many places for what producers leave."""
     wanted = max(LEAST_EVENTS, (manifest.queue_length + 1) * steps)  # of a step itself there is one too
-    most = max(LEAST_EVENTS, MOST_BYTES // (manifest.workers * sum(entry.size for entry in rings_of(manifest))))
+    rings = rings_of(manifest)
+    each = manifest.workers * (sum(entry.size for entry in rings) + (TRACE_PASS.size if rings[0] is TRACE_MARKS else 0))
+    most = max(LEAST_EVENTS, 2 * (manifest.queue_length + 1), MOST_BYTES // each)
     return 1 << ((wanted - 1).bit_length() if wanted <= most else most.bit_length() - 1)

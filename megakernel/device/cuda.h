@@ -340,7 +340,8 @@ struct Worker {
   MK_DEVICE uint32_t index_in(uint32_t place) const { return block().record_at[place]; }
   MK_DEVICE uint32_t record_offset() const { return shared_address(record) - shared_address(block().record); }
   MK_DEVICE uint32_t consumed() const { return block().state[0].record ? block().state[0].record_index : abi::kNone; }
-  MK_DEVICE bool speaks() const { return warp_lane() == 0 && (warp() == 0 || warp() == kLoaderWarp); }
+  static constexpr uint32_t kSpeaker = kLoaderWarp * 32;  // and thread 0
+  MK_DEVICE bool stopped() const { return load_volatile(&block().stop) != 0; }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
   static constexpr uint32_t lanes() { return kConsumers * 32; }
@@ -430,12 +431,14 @@ struct Worker {
     if constexpr (kChaos) random = random_delay(random);
     barrier_wait(shared_address(barrier), parity, shared_address(&block().stop));
   }
-  // The same for the producer, which must not leave its copies alone.
+  // The same for the producer, which must not leave its copies alone. kRoom: for a stage of the ring.
+  template <bool kRoom = false>
   MK_DEVICE void watch_barrier(uint64_t* barrier, uint32_t parity) {
     if constexpr (kChaos) random = random_delay(random);
     const uint32_t address = shared_address(barrier);
 #pragma unroll 1
     while (!barrier_try(address, parity)) {
+      trace::held_up<kRoom>(*this, address, parity);
       if (*static_cast<volatile uint32_t*>(&block().stop) == 0) continue;
       drain_copies();
       asm volatile("exit;");

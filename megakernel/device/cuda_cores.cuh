@@ -13,7 +13,6 @@ struct Producer {
   Ring head, tail;
   uint32_t in_flight;
   uint64_t policy = streaming_policy();
-  [[no_unique_address]] trace::Once once;
 
   MK_DEVICE void load() {
     w.load();
@@ -34,8 +33,7 @@ struct Producer {
       --in_flight;
     }
     ++in_flight;
-    w.watch_barrier(&b.empty[head.slot], head.parity ^ 1);
-    trace::ready(w, abi::Role::kProducer, once);
+    w.watch_barrier<true>(&b.empty[head.slot], head.parity ^ 1);
     b.copying[head.slot] = uint8_t(2 + head.parity);
     copy_to_shared(b.ring[head.slot], from, bytes, &b.full[head.slot], policy);
     head.next();

@@ -100,6 +100,7 @@ __device__ __noinline__ void produce_rows() {
     }
     from = row;
   }
+  trace::passed(p.w);
   p.save();
 }
 

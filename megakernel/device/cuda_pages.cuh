@@ -56,6 +56,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       fence_global_for_copies();
       find_pages(p, record, f, known, pool);
     }
+    trace::passed(w, known.count > 0);
     p.save();
   }
 

@@ -4,8 +4,10 @@
 // The roles of a record are warps side by side, and what they run from one record to the next is what a step waits for: a
 // hundred instructions of one of them are 1 % of a step. So they leave marks in shared memory beside the record, three or
 // four instructions each: the low half of their processor's clock. All warps of a role write the same word, and the last
-// of them counts. Control, who is ahead, copies the words when it wants the record's place for another one; only the
-// producer, who is further ahead, writes its own. The host makes events of them (recording.py).
+// of them counts. Control, who is ahead, copies the words when it wants the record's place for another one, and never
+// while others wait for it: at the begin of a step, and before it says that its worker has ended one. The producer, who
+// is further ahead, is what keeps the memory busy: it writes two words a record, and nothing for a stage that is free when
+// it comes to it. The host makes events of them (marks.py).
 #pragma once
 
 namespace megakernel::trace {
@@ -13,11 +15,14 @@ namespace megakernel::trace {
 // Of a record, as in abi::TraceMarks. 0: not yet, or nobody needs it.
 enum Word : uint32_t { kReady, kData, kDone, kSeen, kSums, kOut, kWait, kWords = 8 };
 constexpr uint32_t kRecordAt = kWords, kStepAt = kWords + 1, kClockAt = kWords + 2, kClockNsAt = kWords + 3;
+constexpr uint32_t kWaitShift = 6;
+static_assert(1 << kWaitShift == abi::kWaitTicks);
 static_assert(__builtin_offsetof(abi::TraceMarks, wait) == kWait * 4);
 static_assert(__builtin_offsetof(abi::TraceMarks, record) == kRecordAt * 4);
 static_assert(__builtin_offsetof(abi::TraceMarks, clock_ns) == kClockNsAt * 4);
 static_assert(__builtin_offsetof(abi::TraceStep, record) == kRecordAt * 4);
 static_assert(sizeof(abi::TraceMarks) == sizeof(abi::TraceStep));
+static_assert(sizeof(abi::TracePass) == 8 && __builtin_offsetof(abi::TracePass, done) == 4);
 
 #ifdef MEGAKERNEL_TRACE
 constexpr bool kOn = true;
@@ -26,19 +31,22 @@ constexpr bool kOn = true;
 template <uint32_t kRecords>
 struct Stamps {
   uint32_t word[kRecords][kWords];
-  uint64_t passes;                        // of the producer: where its ring is
-  uint32_t mask, passed, producer_ready;  // of its places; records so far; when the one at work got a stage
+  uint64_t passes;  // of the producer: the first record's place in the row of its step, or 0
+  uint32_t room;    // and when it last got a stage that it had to wait for
 };
 
 // What control keeps from the begin of a launch on.
 struct Scribe {
   uint64_t marks, written;  // where they are, and how many
   uint64_t began, ready;    // of the step at work
-  uint64_t entry;           // of that step, where its end belongs; 0: it has none yet, or is not recorded
+  uint64_t entry;           // of the last step that has one; 0: its end is written
+  uint64_t end;             // of that step; 0: it is at work
+  uint32_t held;            // of that step's last record, the word of this lane
+  uint32_t last;            // and its place; kPlaces: the step had no record
   uint32_t pending;         // places whose words are not copied yet
 };
 
-// Of a record, whether it has been marked.
+// Of a record of the storer, whether it has been marked.
 struct Once {
   bool marked = false;
 };
@@ -69,7 +77,7 @@ MK_DEVICE uint64_t ticks() {
 template <uint32_t kRecords>
 MK_DEVICE void begin(Stamps<kRecords>& s) {
   if constexpr (kOn) {
-    s.passed = s.producer_ready = 0;
+    s.passes = s.room = 0;
     for (auto& record : s.word) {
       for (uint32_t& word : record) word = 0;
     }
@@ -97,17 +105,19 @@ constexpr Word ready_word(abi::Role role) {
 }
 
 // ------------------------------------------------------------------------------------------------ rings
-// Of each worker: a ring of marks and steps, and one of the producer's.
+// Of each worker: a ring of marks and steps, and as many places for what its producer leaves: a row for each step, with a
+// place for each record of the queue. A row begins with the step.
 constexpr uint64_t kMarksAt = sizeof(abi::TraceRing);
 
 template <class W>
 MK_DEVICE uint64_t marks_ring(const W& w) {
-  const uint64_t events = w.args.trace_capacity * uint64_t(sizeof(abi::TraceMarks) + sizeof(abi::TracePass));
-  return w.args.trace + w.id * (2 * kMarksAt + events);
+  return w.args.trace + w.id * (kMarksAt + w.args.trace_capacity * uint64_t(sizeof(abi::TraceMarks) + sizeof(abi::TracePass)));
 }
 template <class W>
-MK_DEVICE uint64_t passes_ring(const W& w) {
-  return marks_ring(w) + kMarksAt + w.args.trace_capacity * uint64_t(sizeof(abi::TraceMarks));
+MK_DEVICE uint64_t passes_row(const W& w) {
+  const uint32_t places = w.args.queue_length + 1, rows = w.args.trace_capacity / places;
+  const uint64_t row = uint64_t(uint32_t(w.step) % rows) * places * sizeof(abi::TracePass);
+  return marks_ring(w) + kMarksAt + w.args.trace_capacity * uint64_t(sizeof(abi::TraceMarks)) + row;
 }
 template <class W>
 MK_DEVICE uint32_t* next_marks(const W& w) {
@@ -126,21 +136,17 @@ template <class W>
 MK_DEVICE void begin_launch(const W& w) {
   if constexpr (kOn) {
     auto& t = w.scribe;
-    t.written = t.began = t.ready = t.entry = 0;
-    t.pending = 0;
+    t.written = t.began = t.ready = t.entry = t.end = 0;
+    t.held = t.pending = 0, t.last = W::kPlaces;
     t.marks = marks_ring(w) + kMarksAt;
-    if (w.args.trace == 0) return;
-    t.written = reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written;
-    auto& s = w.stamps();
-    s.passes = passes_ring(w) + kMarksAt, s.mask = w.args.trace_capacity - 1;
-    s.passed = uint32_t(reinterpret_cast<abi::TraceRing*>(passes_ring(w))->written);
+    if (w.args.trace != 0) t.written = reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written;
   }
 }
 
-// Copies the words of the record in a place; they are free again. Beside them go both clocks: those of the processors run
-// at rates that differ and change within a step.
+// The words of the record in a place, one a lane; they are free again. Beside them go both clocks: those of the processors
+// run at rates that differ and change within a step.
 template <class W>
-MK_DEVICE void copy_marks(const W& w, uint32_t slot) {
+MK_DEVICE uint32_t take_marks(const W& w, uint32_t slot) {
   const uint32_t lane = threadIdx.x % 32;
   uint32_t clock, ns;
   read_both(clock, ns);
@@ -150,17 +156,37 @@ MK_DEVICE void copy_marks(const W& w, uint32_t slot) {
     word = words[lane];
     words[lane] = 0;
   }
-  if (recorded(w)) {
-    if (lane <= kClockNsAt) asm volatile("st.global.u32 [%0], %1;" ::"l"(next_marks(w) + lane), "r"(word));
-    ++w.scribe.written;
-  }
+  return word;
+}
+template <class W>
+MK_DEVICE void write_marks(const W& w, uint32_t word) {
+  const uint32_t lane = threadIdx.x % 32;
+  if (lane <= kClockNsAt) asm volatile("st.global.u32 [%0], %1;" ::"l"(next_marks(w) + lane), "r"(word));
+  ++w.scribe.written;
+}
+template <class W>
+MK_DEVICE void copy_marks(const W& w, uint32_t slot) {
+  const uint32_t word = take_marks(w, slot);
+  if (recorded(w)) write_marks(w, word);
 }
 
-// The place is free, and control is about to put another record there; it has.
+// What was not written when the last step ended.
+template <class W>
+MK_DEVICE void write_end(const W& w) {
+  auto& t = w.scribe;
+  if (t.entry == 0) return;
+  reinterpret_cast<abi::TraceStep*>(t.entry)->end = t.end;
+  if (t.last < W::kPlaces) write_marks(w, t.held);
+  t.entry = 0;
+}
+
+// The place is free, and control is about to put another record there; it has. The first records of a step find places
+// of which nothing is left to copy.
 template <class W>
 MK_DEVICE void free(const W& w, uint32_t slot) {
   if constexpr (kOn) {
     if (w.scribe.pending < W::kPlaces) return;
+    write_end(w);
     copy_marks(w, slot);
     --w.scribe.pending;
   }
@@ -181,33 +207,40 @@ MK_DEVICE void write_step(const W& w) {
   }
   auto* entry = reinterpret_cast<abi::TraceStep*>(next_marks(w));
   *entry = {t.began, t.ready, 0, dev::clock_ns(), abi::kNone, uint32_t(w.step), ticks(), w.header->rows, context};
-  t.entry = reinterpret_cast<uint64_t>(entry);
+  t.entry = reinterpret_cast<uint64_t>(entry), t.end = 0;
   ++t.written;
 }
 
-// All records of the step are with the roles, the next place is `slot`, and `await` waits for a place to be free. What is
-// left of the step is copied while it ends: at its begin the next one waits for nothing but control.
+// All records of the step are with the roles, the next place is `slot`, and `await` waits for a place to be free. All but
+// the last record are copied while that runs.
 template <class W, class Await>
 MK_DEVICE void last_records(W& w, uint32_t slot, uint32_t parity, Await await) {
   if constexpr (kOn) {
+    auto& t = w.scribe;
+    write_end(w);
     write_step(w);
+    const auto place = [&] {
+      const uint32_t behind = slot + W::kPlaces - t.pending;
+      return behind < W::kPlaces ? behind : behind - W::kPlaces;
+    };
 #pragma unroll 1
-    for (; w.scribe.pending > 1; --w.scribe.pending) {
-      const uint32_t behind = slot + W::kPlaces - w.scribe.pending, place = behind < W::kPlaces ? behind : behind - W::kPlaces;
-      await(w, place, place >= slot ? parity : parity ^ 1);
-      copy_marks(w, place);
+    for (; t.pending > 2; --t.pending) {
+      const uint32_t p = place();
+      await(w, p, p >= slot ? parity : parity ^ 1);
+      copy_marks(w, p);
     }
-    w.scribe.pending = 0;  // the end of the queue has no marks
+    t.last = t.pending == 2 ? place() : W::kPlaces;
+    t.pending = 0;  // the end of the queue has no marks
   }
 }
 
-// How much is in the rings.
+// How much is in the ring.
 template <class W>
 MK_DEVICE void leave(const W& w) {
   if constexpr (kOn) {
     if (w.args.trace == 0) return;
+    write_end(w);
     reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written = w.scribe.written;
-    reinterpret_cast<abi::TraceRing*>(passes_ring(w))->written = w.stamps().passed;
   }
 }
 
@@ -217,12 +250,14 @@ MK_OUT_OF_LINE void write_cut(uint64_t step, uint32_t running, Scribe t) {
   W w;
   w.begin_step(step);
   w.scribe = t;
+  if (t.end != 0) write_end(w);
   for (uint32_t slot = 0; slot < W::kPlaces && running; ++slot) {
     const uint32_t lane = threadIdx.x % 32;
     const bool marked = lane < kWords && w.stamps().word[slot][lane] != 0;
     if (__any_sync(0xffffffffu, marked) || w.index_in(slot) == w.consumed()) copy_marks(w, slot);
   }
-  if (running && t.entry == 0) write_step(w);
+  if (running && w.scribe.entry == 0) write_step(w);
+  w.scribe.last = W::kPlaces;
   leave(w);
 }
 template <class W>
@@ -233,7 +268,7 @@ MK_DEVICE void cut(const W& w) {
 // Control begins to wait for a header; the header is there; all records of the step are done.
 template <class W>
 MK_DEVICE void await_step(const W& w) {
-  if constexpr (kOn) w.scribe.began = ticks(), w.scribe.entry = 0;
+  if constexpr (kOn) w.scribe.began = ticks();
 }
 template <class W>
 MK_DEVICE void step(const W& w) {
@@ -241,8 +276,48 @@ MK_DEVICE void step(const W& w) {
 }
 template <class W>
 MK_DEVICE void step_end(const W& w) {
+  if constexpr (kOn) w.scribe.end = ticks();
+}
+// And others have been told so.
+template <class W>
+MK_DEVICE void step_told(const W& w) {
   if constexpr (kOn) {
-    if (w.scribe.entry != 0) reinterpret_cast<abi::TraceStep*>(w.scribe.entry)->end = ticks();
+    if (w.scribe.last < W::kPlaces) w.scribe.held = take_marks(w, w.scribe.last);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ producer
+// It comes to the next step.
+template <class W>
+MK_DEVICE void begin_passes(const W& w) {
+  if constexpr (kOn) {
+    const uint64_t row = recorded(w) ? passes_row(w) : 0;
+    if (row != 0) asm volatile("st.global.v2.u32 [%0], {%1, %1};" ::"l"(row), "r"(uint32_t(w.step)));
+    __syncwarp();
+    w.stamps().passes = row != 0 ? row + sizeof(abi::TracePass) : 0;
+    __syncwarp();
+  }
+}
+
+// A wait that is not over at once; of those for room in the ring, the moment that it came.
+template <bool kRoom, class W>
+MK_DEVICE void held_up(const W& w, uint32_t barrier, uint32_t parity) {
+  if constexpr (kOn && kRoom) {
+    while (!dev::barrier_try(barrier, parity)) {
+      if (w.stopped()) return;
+    }
+    w.stamps().room = now();
+  }
+}
+
+// It is done with a record of which it has copied something. All lanes write the same.
+template <class W>
+MK_DEVICE void passed(const W& w, bool any = true) {
+  if constexpr (kOn) {
+    const auto& s = w.stamps();
+    if (s.passes == 0 || !any) return;
+    const uint64_t place = s.passes + w.record_index * uint64_t(sizeof(abi::TracePass));
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(s.room), "r"(now()));
   }
 }
 
@@ -263,11 +338,7 @@ MK_DEVICE void ready(const W& w, abi::Role role, O& once) {
   if constexpr (kOn) {
     if (once.marked) return;
     once.marked = true;
-    if (role == abi::Role::kProducer) {
-      w.stamps().producer_ready = now();
-    } else {
-      mark(w, ready_word(role));
-    }
+    mark(w, ready_word(role));
   }
 }
 
@@ -292,11 +363,26 @@ MK_DEVICE void first_stage(C& c) {
 template <class W>
 MK_DEVICE void waited(const W& w, uint32_t began, uint32_t counter) {
   if constexpr (kOn) {
-    if (!w.speaks()) return;
-    constexpr uint32_t kMost = 0xffff;
-    const uint32_t took = (now() - began) / abi::kWaitTicks, length = took < kMost ? took : kMost;
-    uint32_t& longest = w.stamps().word[w.record_offset() / uint32_t(sizeof(abi::Record))][kWait];
-    if (length > longest >> 16) longest = length << 16 | (counter < kMost ? counter : kMost);
+    // In one piece: nothing of it is done for a record that waits for no counter. Lanes that do not speak write nothing.
+    asm volatile(
+        "{\n"
+        ".reg .pred mine, longer;\n"
+        ".reg .u32 took, longest, who;\n"
+        "mov.u32 who, %%tid.x;\n"
+        "setp.eq.u32 mine, who, 0;\n"
+        "setp.eq.or.u32 mine, who, %3, mine;\n"
+        "mov.u32 took, %%clock;\n"
+        "sub.u32 took, took, %1;\n"
+        "shr.u32 took, took, %4;\n"
+        "min.u32 took, took, 0xffff;\n"
+        "ld.shared.u32 longest, [%0 + %5];\n"
+        "shr.u32 longest, longest, 16;\n"
+        "setp.gt.and.u32 longer, took, longest, mine;\n"
+        "min.u32 who, %2, 0xffff;\n"
+        "shl.b32 took, took, 16;\n"
+        "or.b32 took, took, who;\n"
+        "@longer st.shared.u32 [%0 + %5], took;\n"
+        "}\n" ::"r"(place(w, kReady)), "r"(began), "r"(counter), "n"(W::kSpeaker), "n"(kWaitShift), "n"(kWait * 4));
   }
 }
 
@@ -306,22 +392,10 @@ MK_DEVICE void end(const W& w, abi::Role) {
   if constexpr (kOn) mark(w, kOut);
 }
 
-// The role is done with the record.
+// The consumers are done with the record.
 template <class W>
-MK_DEVICE void published(const W& w, abi::Role role) {
-  if constexpr (kOn) {
-    if (role == abi::Role::kConsumer) return mark(w, kDone);
-    auto& s = w.stamps();
-    if (recorded(w)) {  // all lanes write the same
-      const uint32_t index = s.passed;
-      static_assert(sizeof(abi::TracePass) == 16);
-      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(s.passes + (index & s.mask) * 16),
-                   "r"(s.producer_ready), "r"(now()), "r"(w.record_index), "r"(uint32_t(w.step)));
-      __syncwarp();
-      s.passed = index + 1;
-    }
-    s.producer_ready = 0;
-  }
+MK_DEVICE void published(const W& w, abi::Role) {
+  if constexpr (kOn) mark(w, kDone);
 }
 
 }  // namespace megakernel::trace

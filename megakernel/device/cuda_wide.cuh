@@ -142,8 +142,7 @@ struct WideProducer {
   MK_DEVICE void put(const void* from, uint32_t bytes, uint32_t pieces, uint64_t policy) {
     Block& b = block();
     const Ring head = p.head;
-    p.w.watch_barrier(&b.empty[head.slot], head.parity ^ 1);
-    trace::ready(p.w, abi::Role::kProducer);
+    p.w.watch_barrier<true>(&b.empty[head.slot], head.parity ^ 1);
     b.copying[head.slot] = uint8_t(2 + head.parity);
     copy_pieces(b.ring[head.slot], from, bytes, pieces, &b.full[head.slot], policy);
     p.head.next();
@@ -209,6 +208,7 @@ __device__ __noinline__ void produce_wide() {
     --early;
   }
   out.end();
+  trace::passed(p.w);
   p.save();
 }
 

@@ -227,6 +227,7 @@ template <class Tasks>
 MK_DEVICE void run_producer(bool one_step) {
   ask_record(Worker(), 0, 0);
   for (begin_step();; begin_step()) {
+    trace::begin_passes(dev::Loaded());
     for (;;) {
       const uint32_t opcode = fetch_record();
       if (opcode == abi::kEnd) break;
@@ -235,7 +236,6 @@ MK_DEVICE void run_producer(bool one_step) {
           if (!needs_header<T>() || step_runs()) dev::Core<T>::produce();
         }
       }, Tasks{});
-      trace::published(dev::Loaded(), abi::Role::kProducer);
       if (block().header_known == 2) break;
     }
     if (!step_runs()) break;
@@ -361,6 +361,7 @@ MK_DEVICE void run_control(bool one_step) {
     trace::step_end(w);
     if (w.warp_lane() == 0) queue::end_step(w);
     dev::warp_meets();
+    trace::step_told(w);
     if (one_step) break;
   }
   dev::store_volatile(&b.stop, 1);  // the producer may be in the step that will not be, waiting for room in the ring

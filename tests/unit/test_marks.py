@@ -41,12 +41,14 @@ def queue() -> np.ndarray:
 
 
 def rings(ticks: Callable[[float], int], steps: int, cut: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Records of EVERY ns each. Even ones have loader and storer; record 3 waited for counter 7; record 5 skips.
-    `cut`: the last step ends inside record 10."""
-    marks, passes = [], []
+    """Records of EVERY ns each. Even ones have loader and storer, and stream, of which those at a multiple of 4 had to wait
+    for room; record 3 waited for counter 7; record 5 skips. `cut`: the last step ends inside record 10."""
+    marks, passes = [], np.zeros((steps + 1, RECORDS + 4), TRACE_PASS.dtype)
+    room = 0
     low = lambda ns: ticks(ns) & 0xFFFFFFFF  # noqa: E731
     for step in range(1, steps + 1):
         begin, last = step * STEP_NS, cut and step == steps
+        passes[step % (steps + 1), 0] = step, step
         for i in range(11 if last else RECORDS + 1):
             row, at, even = np.zeros((), TRACE_MARKS.dtype), begin + (i + 1) * EVERY, i % 2 == 0
             moments = {"ready": 2000, "data": 2500 if i % 3 == 0 else None, "done": 6000}
@@ -65,7 +67,8 @@ def rings(ticks: Callable[[float], int], steps: int, cut: bool = False) -> tuple
             row["clock"], row["clock_ns"] = low(read), shared(read) & 0xFFFFFFFF
             marks.append(row)
             if even and i < RECORDS:
-                passes.append((low(at - 5000), low(at - 3000), i, step))
+                room = low(at - 5000) if i % 4 == 0 else room
+                passes[step % (steps + 1), 1 + i] = room, low(at - 3000)
         end, written = begin + STEP_NS - 500, begin + RECORDS * EVERY
         fields = (
             ticks(begin),
@@ -78,14 +81,15 @@ def rings(ticks: Callable[[float], int], steps: int, cut: bool = False) -> tuple
         )
         whole = np.array((*fields, 1, 40 + step), TRACE_STEP.dtype)
         marks.append(whole)
-    passes.append((low(begin), low(begin + 9), 0, steps + 1))  # of a step that no worker begins
+    passes[0, 0], passes[0, 1] = (steps + 1, steps + 1), (low(begin), low(begin + 9))  # of a step that no worker begins
     whole_marks = np.frombuffer(b"".join(m.tobytes() for m in marks), TRACE_MARKS.dtype)
-    return whole_marks, np.array(passes, TRACE_PASS.dtype)
+    return whole_marks, passes
 
 
 @pytest.mark.parametrize("ticks", [steady, bent])
 def test_every_moment_is_found_again(ticks: Callable[[float], int]) -> None:
-    events, drift = events_of_marks(6, queue(), *rings(ticks, 3))
+    events, drift, lost = events_of_marks(6, queue(), *rings(ticks, 3))
+    assert lost == 0
     assert (drift < 40) == (ticks is steady)
     allowed = 48 if ticks is steady else 100  # between two readings the rate changes
     assert (events["worker"] == 6).all() and set(events["step"].tolist()) == {1, 2, 3}
@@ -109,6 +113,8 @@ def test_every_moment_is_found_again(ticks: Callable[[float], int]) -> None:
         assert near(storer["start"], 6400 - 2 * EVERY, 6, step)
         producer = of(Role.PRODUCER, 6, step)
         assert near(producer["start"], -3000 - 2 * EVERY, 6, step) and near(producer["published"], -3000, 6, step)
+        assert producer["ready"] == producer["start"], "it did not wait for room"
+        assert near(of(Role.PRODUCER, 8, step)["ready"], -5000, 8, step), "it did"
         assert consumer["node"] == 3 and consumer["tile_begin"] == 0 and consumer["tile_count"] == 4
     assert near(of(Role.CONSUMER, 8)["published"], 5950, 8), "the storer had it before the consumers were done"
     odd = of(Role.CONSUMER, 3)
@@ -127,7 +133,7 @@ def test_every_moment_is_found_again(ticks: Callable[[float], int]) -> None:
 
 
 def test_a_step_that_a_fault_cut() -> None:
-    events, _ = events_of_marks(0, queue(), *rings(steady, 3, cut=True))
+    events, *_ = events_of_marks(0, queue(), *rings(steady, 3, cut=True))
     last = events[events["step"] == 3]
     step = last[last["role"] == Role.CONTROL][0]
     assert step["published"] == step["longest_wait"] == 0 and step["ready"] > 0
@@ -139,9 +145,22 @@ def test_a_step_that_a_fault_cut() -> None:
 
 
 def test_nothing_recorded() -> None:
-    empty = np.zeros(0, TRACE_MARKS.dtype), np.zeros(0, TRACE_PASS.dtype)
-    events, drift = events_of_marks(0, queue(), *empty)
-    assert len(events) == 0 and drift == 0.0
+    empty = np.zeros(0, TRACE_MARKS.dtype), np.zeros((4, RECORDS + 4), TRACE_PASS.dtype)
+    events, drift, lost = events_of_marks(0, queue(), *empty)
+    assert len(events) == 0 and drift == 0.0 and lost == 0
+
+
+def test_a_step_whose_row_a_later_one_has_is_lost_whole() -> None:
+    marks, passes = rings(steady, 3)
+    passes[1, 0] = 5, 5  # of four rows
+    events, _, lost = events_of_marks(0, queue(), marks, passes)
+    assert set(events["step"].tolist()) == {2, 3} and lost == RECORDS + 2
+
+
+def test_what_an_older_step_left_in_a_row_is_of_no_step() -> None:
+    marks, passes = rings(steady, 3)
+    passes[2, 1 + 7] = 0, steady(STEP_NS // 2) & 0xFFFFFFFF  # record 7 streams nothing in step 2
+    assert (events_of_marks(0, queue(), marks, passes)[0] == events_of_marks(0, queue(), *rings(steady, 3))[0]).all()
 
 
 @pytest.mark.parametrize(
