@@ -146,9 +146,9 @@ def _producer(queue: Table, passes: Table, steps: Table) -> Table:
     at = np.searchsorted(steps["step"], rows["done"][place, 0])
     done, room = (_whole(rows[n][place, record + 1], steps["clock"][at]) for n in ("done", "room"))
     # It is a step ahead at most; what is older is of a step whose place this one has, and in which it copied it.
-    fresh = done >= np.where(
-        at > 0, steps["start"][at - 1], steps["start"][at] - (steps["clock"][at] - steps["start"][at])
-    )
+    begin = steps["start"] - (steps["clock"] - steps["start"])
+    begin[1:] = steps["start"][:-1]
+    fresh = done >= begin[at]
     out = _empty(int(fresh.sum()), Role.PRODUCER)
     done, room, record, at = done[fresh], room[fresh], record[fresh], at[fresh]
     out["record"], out["step"] = record, steps["step"][at]

@@ -120,8 +120,8 @@ def rings_of(manifest: Manifest) -> tuple[Struct, ...]:
 
 
 def ring_capacity(manifest: Manifest, steps: int) -> int:
-    """Entries of a ring: a power of two that holds `steps` steps, as far as memory is not taken without measure, and one
-    step at least. Where roles run side by side there are as many places for what producers leave."""
+    """Entries of a ring: a power of two that holds `steps` steps, as far as memory is not taken without measure, and
+    one step at least. Where roles run side by side there are as many places for what producers leave."""
     wanted = max(LEAST_EVENTS, (manifest.queue_length + 1) * steps)  # of a step itself there is one too
     rings = rings_of(manifest)
     each = manifest.workers * (sum(entry.size for entry in rings) + (TRACE_PASS.size if rings[0] is TRACE_MARKS else 0))
