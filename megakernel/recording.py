@@ -102,7 +102,7 @@ class Recorder:
             if self._rings[0] is TRACE_MARKS:
                 passes, at = raw[at : at + self._rows_bytes], at + self._rows_bytes
                 rows = passes.view(TRACE_PASS.dtype)[: self._row * (self.capacity // self._row)].reshape(-1, self._row)
-                events, off, overtaken = events_of_marks(worker, self._records[worker], *rings, rows)
+                events, off, overtaken = events_of_marks(worker, self._records[worker], rings[0], rows)
                 lost[worker] += overtaken
                 found.append(events)
                 drift.append(off)

@@ -553,15 +553,11 @@ TRACE_STEP = Struct(
 TRACE_PASS = Struct(
     "TracePass",
     (
-        Field(
-            "room",
-            "u32",
-            doc="when it last got a stage that was not free when it came to it, perhaps for another record",
-        ),
+        Field("room", "u32", doc="when it last got a stage that was not free at once, perhaps for a record before"),
         Field("done", "u32", doc="its last copy was on its way; 0: it copied nothing"),
     ),
-    doc="One record as the producer of such a worker ran it. Those of a step are a row, in the order of the queue, behind "
-    "an entry that holds the step twice.",
+    doc="One record as the producer of such a worker ran it. Those of a step are a row, in the order of the queue, "
+    "behind an entry that holds the step twice.",
 )
 
 TRACE_RING = Struct(

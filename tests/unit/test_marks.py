@@ -41,8 +41,8 @@ def queue() -> np.ndarray:
 
 
 def rings(ticks: Callable[[float], int], steps: int, cut: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Records of EVERY ns each. Even ones have loader and storer, and stream, of which those at a multiple of 4 had to wait
-    for room; record 3 waited for counter 7; record 5 skips. `cut`: the last step ends inside record 10."""
+    """Records of EVERY ns each. Even ones have loader and storer, and stream, of which every other had to wait for
+    room; record 3 waited for counter 7; record 5 skips. `cut`: the last step ends inside record 10."""
     marks, passes = [], np.zeros((steps + 1, RECORDS + 4), TRACE_PASS.dtype)
     room = 0
     low = lambda ns: ticks(ns) & 0xFFFFFFFF  # noqa: E731
