@@ -1,7 +1,8 @@
 """What recording the timeline costs: a kernel that records and one that cannot, in alternation; and a timeline.
 
 python -m bench.timeline cpu SmolLM2-135M
-python -m bench.timeline cuda llama-3.2-1b 32 512 timeline.json     # timeline-32.json, timeline-512.json
+python -m bench.timeline cuda llama-3.2-1b 32 512 timeline.json            # timeline-32.json, timeline-512.json
+python -m bench.timeline cuda llama-3.2-1b 32 rows=8 timeline.json         # eight sequences in every step
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ def of_cpu(model: str) -> None:
 class OnGpu:
     """A model that cannot record and one that can, both with the same random weights."""
 
-    def __init__(self, name: str, most: int) -> None:
-        self.name, self.config = name, shape_config(name)
-        self.options = {"dtype": "bf16", "max_context": most + 2 * STEPS, "max_slots": 1}
+    def __init__(self, name: str, most: int, rows: int = 1) -> None:
+        self.name, self.config, self.rows = name, shape_config(name), rows
+        self.options = {"dtype": "bf16", "max_context": most + 2 * STEPS, "max_slots": rows}
         self.runs = []
         for trace in (False, True):
             self.device, self.program = build(self.config, **self.options, trace=trace)
@@ -85,7 +86,8 @@ class OnGpu:
         """`steps`: the last ones that are recorded. `read`: also bring the recording here, which takes its time."""
         r = self.runs[record]
         r.reset()
-        admit(r, 0, [1], context + STEPS + 8, start=context)
+        for slot in range(self.rows):
+            admit(r, slot, [1 + slot], context + STEPS + 8, start=context)
         if record:
             r.start_recording(steps, skip=4 + STEPS - steps)
         cores = time.process_time()
@@ -96,7 +98,7 @@ class OnGpu:
         recording = r.stop_recording() if record and read else None
         if record and not read:
             r.drop_recording()
-        gaps = np.diff(events["time_ns"].astype(np.int64))[10:] / 1e3
+        gaps = np.diff(events["time_ns"][events["slot"] == 0].astype(np.int64))[10:] / 1e3
         tokens = tuple(int(t) for t in events["token"])
         return (float(np.median(gaps)), max(cores * 1e6 / STEPS, 1e-3), tokens), recording
 
@@ -117,8 +119,8 @@ class OnGpu:
             r.close()
 
 
-def of_gpu(name: str, contexts: Sequence[int], output: Path) -> None:
-    gpu = OnGpu(name, max(contexts))
+def of_gpu(name: str, contexts: Sequence[int], output: Path, rows: int = 1) -> None:
+    gpu = OnGpu(name, max(contexts), rows)
     for context in contexts:
         print(f"context {context}:")
         alternate(lambda c=context: gpu.run(False, c)[0], lambda c=context: gpu.run(True, c)[0])
@@ -138,7 +140,9 @@ def main(argv: Sequence[str]) -> None:
     if argv[0] == "cpu":
         of_cpu(argv[1])
     else:
-        of_gpu(argv[1], [int(c) for c in argv[2:-1]], Path(argv[-1]))
+        rows = [int(word.removeprefix("rows=")) for word in argv if word.startswith("rows=")]
+        contexts = [int(word) for word in argv[2:-1] if not word.startswith("rows=")]
+        of_gpu(argv[1], contexts, Path(argv[-1]), *rows)
 
 
 if __name__ == "__main__":
