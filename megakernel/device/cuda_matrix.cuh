@@ -292,12 +292,11 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
     }
     clear_chains(d);
     input.begin(c, f, share, flags);
-    trace::first_stage(c);
   } else if constexpr (!kHigh) {
     Held held;
     unit = Held::units(tiles, units);
     held.take(c, places, tiles * unit);
-    trace::data(w, abi::Role::kConsumer);
+    trace::data_now(w);
     if (!c.has_input()) c.look(tasks::least((units - unit) * tiles, kLookStages));
     input.begin(c, f, share, flags);
     held.multiply<kHalf>(c, places, input, share, tiles, unit, d);

@@ -348,15 +348,10 @@ MK_DEVICE void data(const W& w, abi::Role) {
   if constexpr (kOn) mark_first(w, kData);
 }
 
-// The same of consumers who take stages: a stage that is there already says nothing, and is not waited for again.
-template <class C>
-MK_DEVICE void first_stage(C& c) {
-  if constexpr (kOn) {
-    if (c.landed > 0) return;
-    c.await();
-    c.landed = 1;
-    mark(c.w, kData);
-  }
+// The same where there is one call.
+template <class W>
+MK_DEVICE void data_now(const W& w) {
+  if constexpr (kOn) mark(w, kData);
 }
 
 // Around one wait for a counter.
