@@ -278,6 +278,14 @@ struct PatienceOf {
 
 using Patience = PatienceOf<false>;
 
+// One look at a phase, which may take as long as the processor lets a thread sleep on it. kNow: recording wants to know
+// whether it was over at once.
+template <bool kNow>
+MK_DEVICE bool barrier_look(uint32_t address, uint32_t parity) {
+  if (trace::kOn && kNow) return barrier_test(address, parity);
+  return barrier_try(address, parity);
+}
+
 // A random delay: often none, rarely long. Returns the next state.
 __device__ __noinline__ uint32_t random_delay(uint32_t state) {
   state ^= state << 13, state ^= state >> 17, state ^= state << 5;
@@ -437,7 +445,7 @@ struct Worker {
     if constexpr (kChaos) random = random_delay(random);
     const uint32_t address = shared_address(barrier);
 #pragma unroll 1
-    while (!barrier_try(address, parity)) {
+    while (!barrier_look<kRoom>(address, parity)) {
       trace::held_up<kRoom>(*this, address, parity);
       if (*static_cast<volatile uint32_t*>(&block().stop) == 0) continue;
       drain_copies();
