@@ -514,7 +514,7 @@ TRACE_MARKS = Struct(
     "TraceMarks",
     (
         Field("ready", "u32", doc="consumers: what they wait for was there; 0: they had nothing to wait for"),
-        Field("data", "u32", doc="consumers: their first stage was full; 0: it was before `ready`"),
+        Field("data", "u32", doc="consumers: their first stages were held; 0: before `ready`, or nobody looked"),
         Field("done", "u32", doc="consumers: they were done with the record; 0 when it is cut"),
         Field("seen", "u32", doc="loaders: what others publish was there; 0: they brought nothing"),
         Field("sums", "u32", doc="storer: the first sums were there; 0: it had none"),
