@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
+from megakernel.serve.parse import FORMS
+from megakernel.serve.schema import CONTENT, PROMPT, STOP, TOOL_CHOICE
 from tests.serve.server import Running
 
 pytestmark = pytest.mark.timeout(180)
@@ -64,9 +67,10 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     "no content": (CHAT, message(role="user"), 400, "content"),
     "unsupported role": (CHAT, message(role="function", content="a"), 400, "messages.0.role"),
     "role a number": (CHAT, message(role=1, content="a"), 400, "messages.0.role"),
-    "content a number": (CHAT, message(role="user", content=1), 400, "messages.0.content"),
+    "content a number": (CHAT, message(role="user", content=1), 400, f"messages.0.content: expected {CONTENT}"),
     "content an empty list": (CHAT, message(role="user", content=[]), 400, "messages.0.content"),
-    "an image": (CHAT, message(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}]), 400, "type"),
+    "an image": (CHAT, message(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}]), 400,
+                 "messages.0.content.0.type: Input should be 'text'"),
     "unknown field of a message": (CHAT, message(role="user", content="a", mood="x"), 400, "messages.0.mood"),
     "template refuses": (
         CHAT, chat(messages=[{"role": "tool", "content": "a"}], chat_template_kwargs={"refuse_tools": 1}), 400,
@@ -90,7 +94,9 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     "a named tool of no tools": (
         CHAT, chat(tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice",
     ),
-    "tool_choice of another kind": (CHAT, chat(tool_choice={"type": "allowed_tools"}), 400, "tool_choice"),
+    "tool_choice of another kind": (CHAT, chat(tool_choice={"type": "allowed_tools"}), 400,
+                                    "tool_choice.type: Input should be 'function'"),
+    "tool_choice another word": (CHAT, chat(tool_choice="any"), 400, f"tool_choice: expected {TOOL_CHOICE}"),
     "tools beside a form": (
         CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}], response_format={"type": "regex"}),
         400, "response_format",
@@ -120,10 +126,10 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     "max_tokens a text": (COMPLETE, complete(max_tokens="5"), 400, "max_tokens"),
     "max_tokens over the context": (COMPLETE, complete(max_tokens=513), 400, "context"),
     "max_completion_tokens": (CHAT, chat(max_completion_tokens=-5), 400, "max_completion_tokens"),
-    "stop a number": (COMPLETE, complete(stop=5), 400, "stop"),
-    "stop a number in a list": (COMPLETE, complete(stop=["a", 5]), 400, "stop"),
-    "stop empty text in a list": (COMPLETE, complete(stop=["a", ""]), 400, "stop"),
-    "too many stops": (COMPLETE, complete(stop=["a"] * 17), 400, "stop"),
+    "stop a number": (COMPLETE, complete(stop=5), 400, f"stop: expected {STOP}"),
+    "stop a number in a list": (COMPLETE, complete(stop=["a", 5]), 400, "stop.1: Input should be a valid str"),
+    "stop empty text in a list": (COMPLETE, complete(stop=["a", ""]), 400, "stop.1: String should have at least 1"),
+    "too many stops": (COMPLETE, complete(stop=["a"] * 17), 400, "stop: List should have at most 16"),
     "stop_token_ids negative": (COMPLETE, complete(stop_token_ids=[-1]), 400, "stop_token_ids"),
     "stream a text": (CHAT, chat(stream="yes"), 400, "stream"),
     "stream_options without stream": (CHAT, chat(stream_options={"include_usage": True}), 400, "stream_options"),
@@ -153,15 +159,16 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     "regex not valid": (CHAT, chat(response_format={"type": "regex", "regex": "("}), 400, "response_format"),
     "grammar not valid": (CHAT, chat(response_format={"type": "grammar", "grammar": "x"}), 400, "response_format"),
     "no prompt": (COMPLETE, "{}", 400, "prompt"),
-    "prompt a number": (COMPLETE, complete(prompt=1), 400, "prompt"),
+    "prompt a number": (COMPLETE, complete(prompt=1), 400, f"prompt: expected {PROMPT}"),
     "prompt an object": (COMPLETE, complete(prompt={}), 400, "prompt"),
     "prompt empty": (COMPLETE, complete(prompt=""), 400, "prompt"),
-    "prompt an empty list": (COMPLETE, complete(prompt=[]), 400, "prompt"),
-    "prompt of an empty list": (COMPLETE, complete(prompt=[[]]), 400, "prompt"),
+    "prompt an empty list": (COMPLETE, complete(prompt=[]), 400, "prompt: List should have at least 1"),
+    "prompt of an empty list": (COMPLETE, complete(prompt=[[]]), 400, "prompt.0: List should have at least 1"),
+    "prompt lists of a text": (COMPLETE, complete(prompt=[[1], ["a"]]), 400, "prompt.1.0: Input should be a valid int"),
     "prompt of an empty text": (COMPLETE, complete(prompt=["a", ""]), 400, "prompt"),
-    "prompt of mixed kinds": (COMPLETE, complete(prompt=["a", 1]), 400, "prompt"),
+    "prompt of mixed kinds": (COMPLETE, complete(prompt=["a", 1]), 400, f"prompt: expected {PROMPT}"),
     "prompt id too large": (COMPLETE, complete(prompt=[259]), 400, "prompt"),
-    "prompt id negative": (COMPLETE, complete(prompt=[-1]), 400, "prompt"),
+    "prompt id negative": (COMPLETE, complete(prompt=[-1]), 400, "prompt.0: Input should be greater than or equal"),
     "prompt id true": (COMPLETE, complete(prompt=[True]), 400, "prompt"),
     "huge prompt": (COMPLETE, complete(prompt="a" * 100_000), 400, "context"),
     "too many prompts": (COMPLETE, complete(prompt=["a"] * 300), 400, "at most"),
@@ -189,6 +196,32 @@ def check(answer: Any, status: int, says: str) -> None:
 def test_a_bad_request_is_refused_by_name(tiny: Running, name: str) -> None:
     path, body, status, says = BAD[name]
     check(tiny.client.post(path, content=body, headers={"content-type": "application/json"}), status, says)
+
+
+MANY = 150_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETE, {"prompt": [-1] * MANY}),
+        (COMPLETE, {"prompt": ["a", 1] * MANY}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "x"}] * MANY}]}),
+        (CHAT, {"messages": HELLO, "logit_bias": {str(i): "a" for i in range(MANY)}}),
+        (CHAT, {"messages": HELLO, **{f"f{i}": 1 for i in range(MANY)}}),
+        ("/detokenize", {"tokens": ["a"] * MANY}),
+    ],
+)
+def test_what_is_wrong_many_times_is_told_at_once(tiny: Running, path: str, fields: dict[str, Any]) -> None:
+    """To list it all takes seconds to minutes, in which nobody else would be served."""
+    body = json.dumps(fields)
+    started = time.perf_counter()
+    check(tiny.client.post(path, content=body, headers={"content-type": "application/json"}), 400, "")
+    assert time.perf_counter() - started < 2.0
+
+
+def test_every_field_of_several_forms_says_which() -> None:
+    assert set(FORMS) == {"content", "stop", "prompt", "tool_choice"} and all(FORMS.values())
 
 
 def test_wrong_ways_to_ask(tiny: Running) -> None:
