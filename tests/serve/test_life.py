@@ -243,6 +243,36 @@ def test_an_engine_that_ended_is_opened_again(open_tiny: Callable[..., LLM]) -> 
         assert "megakernel_model_reloads_total 1.0" in server.client.get("/metrics").text
 
 
+def test_a_device_that_is_gone_while_nothing_runs(open_tiny: Callable[..., LLM]) -> None:
+    """/health says so without a request, until the model is open again. Of real devices: tests/program."""
+    gate, opened = threading.Event(), 0
+
+    def at_the_gate() -> LLM:
+        nonlocal opened
+        opened += 1
+        assert opened == 1 or gate.wait(30)
+        return open_tiny()
+
+    def lost() -> None:
+        raise RankLost(1, "rank 1 (cpu, process 7) is gone, exit status -9")
+
+    body = {"prompt": "a", "max_tokens": 4, "temperature": 0}
+    with serving(at_the_gate) as server:
+        runtime = server.host.model.engine.runtime  # type: ignore[union-attr]
+        runtime.__class__ = type("Several", (Runtime,), {"check_s": 0.1})
+        assert server.post("/v1/completions", **body).status_code == 200
+        time.sleep(0.3)
+        assert server.client.get("/health").status_code == 200
+        runtime.check = lost  # type: ignore[method-assign]
+        server.wait(lambda: server.client.get("/health").json() == {"status": "recovering"}, 1.0)
+        for answer in (server.client.get("/ready"), server.post("/v1/completions", **body)):
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert "megakernel_up 0.0" in server.client.get("/metrics").text
+        gate.set()
+        server.wait(lambda: server.client.get("/health").status_code == 200, 60)
+        assert server.post("/v1/completions", **body).status_code == 200
+
+
 def test_before_the_model_is_ready(open_tiny: Callable[..., LLM]) -> None:
     gate = threading.Event()
 
