@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import signal
 import socket
 import threading
 import time
@@ -271,6 +272,36 @@ def test_a_device_that_is_gone_while_nothing_runs(open_tiny: Callable[..., LLM])
         gate.set()
         server.wait(lambda: server.client.get("/health").status_code == 200, 60)
         assert server.post("/v1/completions", **body).status_code == 200
+
+
+def test_what_runs_when_a_drain_ends_is_told(open_tiny: Callable[..., LLM]) -> None:
+    """An error event in a stream, a status for who waits for a whole answer; then the server is gone."""
+    with serving(open_tiny, drain_timeout_s=0.4) as server:
+        engine = server.host.model.engine  # type: ignore[union-attr]
+        deliver = engine._deliver
+
+        def slowly(*event: Any) -> None:
+            time.sleep(0.02)
+            deliver(*event)
+
+        engine._deliver = slowly  # type: ignore[method-assign]
+        stream, whole = send(server, LONG), send(server, {**LONG, "stream": False})
+        told = stream.recv(10)
+        server.wait(lambda: server.host.outstanding == 2)
+        server.server.handle_exit(signal.SIGTERM, None)
+        began = time.perf_counter()
+        while part := stream.recv(65536):
+            told += part
+        assert 0.3 < time.perf_counter() - began < 1.5
+        engine._deliver = deliver  # type: ignore[method-assign]
+        *_, last = dechunked(told).strip().split(b"\n\n")
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert error["code"] == "shutting_down" and "had not ended 0.4 s later" in error["message"]
+        assert told.count(b"data: ") > 5 and told.endswith(b"0\r\n\r\n")
+        answer = whole.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer and b"shutting_down" in answer
+        stream.close()
+        whole.close()
 
 
 def test_before_the_model_is_ready(open_tiny: Callable[..., LLM]) -> None:
