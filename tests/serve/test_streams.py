@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import random
 import sys
@@ -17,7 +18,7 @@ import pytest
 from megakernel.engine import EngineStats
 from megakernel.llm import LLM
 from megakernel.sampling import SamplingParams
-from megakernel.serve import load, overhead
+from megakernel.serve import arrivals, load, overhead
 from megakernel.serve.generation import DIRECT
 from megakernel.serve.wire import Wire
 from tests.serve.server import Running, serving
@@ -138,9 +139,33 @@ def test_the_load_generator(tiny: Running, capsys: pytest.CaptureFixture[str]) -
     assert load.main(["--url", "http://127.0.0.1:9", "--streams", "1", "--requests", "1"]) == 1
 
 
-def test_the_load_generator_says_why_requests_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert load.main(["--streams", "1", "--requests", "1", "--url", "http://127.0.0.1:9"]) == 1
-    assert "1 of 1 failed: ConnectionRefusedError" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("tool", "line", "status", "says"),
+    [
+        (load, "--streams 1,a", 2, "expected an integer of at least 1, got 'a'"),
+        (load, "--streams 0", 2, "expected an integer of at least 1, got '0'"),
+        (load, "--vocab 0", 2, "--vocab"),
+        (load, "--url 127.0.0.1:8000", 2, "expected an address such as http"),
+        (load, "--url http://[::1", 2, "expected an address such as http"),
+        (load, "--streams 3 --requests 3 --url http://127.0.0.1:9", 1, "all 3 requests failed: ConnectionRefusedError"),
+        (overhead, "demo --rounds 0", 2, "--rounds"),
+        (overhead, "demo --output-tokens 9", 2, "expected an integer of at least 10"),
+        (overhead, "demo --device nothing:0", 1, "error: no device 'nothing:0'"),
+        (overhead, "/no/model", 1, "error: there is no such checkpoint"),
+        (arrivals, "127.0.0.1 70000", 2, "expected an integer from 1 to 65535"),
+        (arrivals, "127.0.0.1 9", 1, "error: no connection to 127.0.0.1 port 9"),
+    ],
+)
+def test_tools_say_what_is_wrong_in_a_sentence(
+    tool: Any, line: str, status: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
+    try:
+        found = tool.main(line.split())
+    except SystemExit as end:  # argparse
+        found = end.code
+    told = capsys.readouterr()
+    assert found == status and says in told.out + told.err
 
 
 def test_the_load_generator_with_a_server_of_its_own(
