@@ -22,6 +22,7 @@ from megakernel.serve.wire import EXTENSION, Wire
 
 log = logging.getLogger("megakernel.serve")
 HEADER_BYTES = 64 << 10  # of one request's line and headers
+HEADER_S = 30.0  # from the begin of a connection, or of a further request, to the end of the headers
 UNREAD_MS = 60_000  # a client that takes nothing of what was sent for so long is gone
 BACKLOG = 2048
 TELL_S = 2.0  # after the drain: for the last words, and for connections that never asked anything
@@ -110,7 +111,7 @@ def _http() -> Any:
         return Quiet
 
     class Limited(HttpToolsProtocol):
-        """Refuses a request whose line and headers pass HEADER_BYTES; gives answers a Wire."""
+        """Refuses a request whose line and headers pass HEADER_BYTES or HEADER_S; gives answers a Wire."""
 
         headers_read = 0
         in_headers = True
@@ -119,11 +120,22 @@ def _http() -> Any:
             super().__init__(*args, **kwargs)
             self.access_log = False
 
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.patience = self.loop.call_later(HEADER_S, transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.patience.cancel()
+            super().connection_lost(exc)
+
         def on_message_begin(self) -> None:
             self.in_headers = True
+            self.patience.cancel()
+            self.patience = self.loop.call_later(HEADER_S, self.transport.close)
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
+            self.patience.cancel()
             self.in_headers, self.headers_read = False, 0
             self.scope["extensions"] = {EXTENSION: {"wire": Wire(self.transport, self.flow)}}
             super().on_headers_complete()

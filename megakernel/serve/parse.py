@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from types import UnionType
@@ -20,11 +21,21 @@ Path = tuple[str | int, ...]
 SHOWN = 5  # problems told in one message
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises ApiError past `limit` bytes, without reading on."""
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """The whole body. Raises ApiError past `limit` bytes, without reading on, and after `timeout_s`."""
+    try:
+        return await asyncio.wait_for(_read(request, limit), timeout_s)
+    except asyncio.TimeoutError as e:
+        late = f"the body was not complete after {timeout_s:g} s"
+        raise ApiError(408, late, kind="timeout_error", code="deadline") from e
+
+
+async def _read(request: Request, limit: int) -> bytes:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, "content-type: expected application/json", param="content-type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "content-encoding: expected none; send the body as it is", param="content-encoding")
     told = request.headers.get("content-length", "0")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
     if told.isdigit() and int(told) > limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from typing import Any
@@ -229,6 +230,9 @@ def test_wrong_ways_to_ask(tiny: Running) -> None:
     check(tiny.client.post(CHAT, content=chat(), headers={"content-type": "text/plain"}), 415, "content-type")
     check(tiny.client.post(CHAT, data={"a": "b"}), 415, "content-type")
     check(tiny.client.get(CHAT), 405, "Method")
+    assert tiny.client.get(CHAT).json()["error"]["code"] == "method_not_allowed"
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    check(tiny.client.post(CHAT, content=gzip.compress(chat().encode()), headers=headers), 415, "content-encoding")
     check(tiny.client.post("/v1/embeddings", json={}), 404, "Not Found")
     check(tiny.client.get("/v1/chat/completions/"), 404, "Not Found")
     check(tiny.client.post(CHAT, content=chat(), headers={

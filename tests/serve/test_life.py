@@ -17,6 +17,7 @@ import pytest
 from megakernel.errors import CheckpointError, RankLost
 from megakernel.llm import LLM
 from megakernel.runtime import Runtime
+from megakernel.serve import main as serve_main
 from megakernel.serve.answer import as_api_error
 from megakernel.tasks.record import NONE
 from tests.program.cpu.test_faults import set_chaos, waited_counters
@@ -81,6 +82,28 @@ def test_a_half_closed_socket_ends_the_request(tiny: Running) -> None:
     client.shutdown(socket.SHUT_WR)
     tiny.wait(tiny.idle)
     client.close()
+
+
+def test_requests_that_are_never_finished(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither headers nor a body may take for ever; one after the other on a connection counts anew."""
+    monkeypatch.setattr(serve_main, "HEADER_S", 0.3)
+    monkeypatch.setitem(tiny.host.options.__dict__, "request_timeout_s", 0.3)
+    for begun in (b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"):
+        host, port = tiny.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as client:
+            client.sendall(begun)
+            told = b""
+            while part := client.recv(1000):
+                told += part
+            assert told.count(b'{"status":"ok"}') == begun.count(b"\r\n\r\n")
+    client = send(tiny, LONG)  # a whole one is none of them
+    assert client.recv(10)
+    client.close()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+    with socket.create_connection((host, int(port)), timeout=5) as client:
+        client.sendall(head)
+        told = client.recv(1000)
+        assert told.startswith(b"HTTP/1.1 408") and b"the body was not complete after 0.3 s" in told
 
 
 def test_a_slow_reader_gets_everything_and_holds_up_nobody(tiny: Running) -> None:
