@@ -168,7 +168,8 @@ class Endpoints:
 
     async def timeline(self) -> Response:
         """What the kernel's workers did in a step that ran just now, for the page."""
-        return _json(await self._strips.record(self._host.loaded))
+        strip = await self._strips.record(self._host.loaded)
+        return Response(status_code=204) if strip is None else _json(strip)
 
     # ------------------------------------------------------------------------------------------ text
     async def chat(self, request: Request) -> Response:

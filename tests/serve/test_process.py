@@ -27,7 +27,7 @@ class Child:
 
     def __init__(self, model: Path, cache: Path, *more: str, **environ: str) -> None:
         command = [sys.executable, "-m", "megakernel", "serve", str(model), "--port", "0", "--dtype", "f32",
-                   "--max-slots", "4", "--max-model-len", "512", "--workers", "2", *more]  # fmt: skip
+                   "--max-slots", "4", "--max-model-len", "512", "--workers", "2", "--web", *more]  # fmt: skip
         env = {**os.environ, "MEGAKERNEL_CACHE": str(cache), **environ}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.lines: list[str] = []

@@ -175,7 +175,7 @@ def test_the_load_generator_with_a_server_of_its_own(
     talking: Path, serve_cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGAKERNEL_CACHE", str(serve_cache))
-    own = ["--", "--dtype", "f32", "--max-slots", "4", "--max-model-len", "512", "--workers", "2"]
+    own = ["--", "--dtype", "f32", "--max-slots", "4", "--max-model-len", "512", "--workers", "2", "--web"]
     few = ["--streams", "2", "--requests", "2", "--prompt-tokens", "5", "--output-tokens", "5", "--json"]
     assert load.main(["--serve", str(talking), *few, *own]) == 0
     assert json.loads(capsys.readouterr().out)["failed"] == 0
