@@ -8,7 +8,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -143,7 +142,6 @@ class Engine:
         self._between: deque[_Job[Any]] = deque()  # for which requests need not end
         self._side_jobs: deque[_Job[Any]] = deque()  # run while requests run
         self._changed = threading.Condition()
-        self.together: AbstractContextManager[object] = nullcontext()  # around handing out the tokens of about one step
         self._closing = self._recovering = False
         self._failure: BaseException | None = None  # what ended the driver, if not `close`
         self._number = 0
@@ -496,13 +494,7 @@ class Engine:
 
     def _dispatch(self) -> None:
         """Hand every new event of the ring to its request; free the slots that ended."""
-        events, most = self.runtime.events(), len(self._slots)
-        for first in range(0, len(events), most):
-            with self.together:
-                self._hand_out(events[first : first + most])
-
-    def _hand_out(self, events: npt.NDArray[Any]) -> None:
-        for event in events:
+        for event in self.runtime.events():
             slot = int(event["slot"])
             occupant = self._slots[slot] if slot < len(self._slots) else None
             if occupant is None or occupant.request.number != int(event["request"]):

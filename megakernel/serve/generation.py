@@ -25,33 +25,17 @@ DIRECT = 4  # sequences; with more, their sends would hold up the engine's threa
 
 
 class Bell:
-    """Wakes generations on the loop's thread. The engine's thread rings; many rings make one wake-up of the loop.
-
-    While the engine hands out tokens it holds the bell (`with bell`): a loop that woke at the first of them would take
-    turns with it, and to give a turn takes longer than to hand out a token."""
+    """Wakes generations on the loop's thread. The engine's thread rings; many rings make one wake-up of the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.live = 0  # sequences that run or wait, of all generations
         self._loop = loop
         self._rung: deque[Callable[[], None]] = deque()
         self._armed = False
-        self._held = False
-
-    def __enter__(self) -> None:
-        self._held = True
-
-    def __exit__(self, *_: object) -> None:
-        self._held = False  # first: a ring that comes after the look below arms by itself
-        if self._rung:
-            self._arm()
 
     def ring(self, wake: Callable[[], None]) -> None:
         """From any thread; never blocks. `wake` is called on the loop soon, not at all when the loop has ended."""
         self._rung.append(wake)
-        if not self._held:
-            self._arm()
-
-    def _arm(self) -> None:
         if not self._armed:
             self._armed = True
             with suppress(RuntimeError):  # the loop was closed: nobody is left to wake
@@ -140,7 +124,6 @@ class Generation:
         """One choice for each prompt, with its processor; special tokens of `keep` are part of its text.
 
         Raises what `Engine.submit` raises and leaves none."""
-        engine.together = self._bell
         try:
             for i, ((ids, params), processor) in enumerate(zip(prompts, processors)):
                 listen = partial(self._heard, i, partial(self._wake, i))

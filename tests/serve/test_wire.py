@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,41 +173,6 @@ def test_a_failure_right_behind_a_token_is_told() -> None:
         raise AssertionError("no error")
 
     assert asyncio.run(asyncio.wait_for(told(), 5)) == ([7], "it broke")
-
-
-def test_a_held_bell_wakes_the_loop_once() -> None:
-    async def told() -> list[str]:
-        armed: list[str] = []
-        loop = asyncio.get_running_loop()
-        bell, heard = Bell(SimpleNamespace(call_soon_threadsafe=lambda f: armed.append("x") or loop.call_soon(f))), []  # type: ignore[func-returns-value, arg-type, var-annotated]
-        with bell:
-            for name in "abc":
-                bell.ring(partial(heard.append, name))
-            assert not armed
-        with bell:
-            pass
-        assert len(armed) == 1
-        await asyncio.sleep(0)
-        bell.ring(partial(heard.append, "d"))
-        assert len(armed) == 2
-        await asyncio.sleep(0)
-        return heard
-
-    assert asyncio.run(told()) == ["a", "b", "c", "d"]
-
-
-@pytest.mark.usefixtures("unhurried")
-def test_the_engine_holds_the_bell_while_it_hands_out(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[bool] = []
-    before = Bell.ring
-
-    def ring(self: Bell, wake: Any) -> None:
-        held.append(self._held)
-        before(self, wake)
-
-    monkeypatch.setattr(Bell, "ring", ring)
-    streamed(tiny, n=DIRECT + 2, max_tokens=20)
-    assert sum(held) > 20
 
 
 @pytest.mark.usefixtures("unhurried")
