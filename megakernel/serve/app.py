@@ -178,7 +178,9 @@ class Endpoints:
         model, name = self._host.loaded, self._host.check_name(body.model)
         tokenizer = need_tokenizer(model.tokenizer, "messages")
         tools = Tools(body, tokenizer, self._options.tool_call_parser)
-        text = chat_text(tokenizer, body.messages, tools.offered, body.chat_template_kwargs, body.add_generation_prompt)
+        text = await chat_text(
+            tokenizer, body.messages, tools.offered, body.chat_template_kwargs, body.add_generation_prompt
+        )
         ids = await encode(tokenizer, text)
         asked = body.max_completion_tokens or body.max_tokens
         count = room(ids, asked, None, model.program.manifest.max_context, "messages")
@@ -269,7 +271,7 @@ class Endpoints:
         tokenizer = need_tokenizer(model.tokenizer, "prompt" if body.messages is None else "messages")
         text = body.prompt
         if body.messages is not None:
-            text = chat_text(
+            text = await chat_text(
                 tokenizer, body.messages, body.tools or (), body.chat_template_kwargs, body.add_generation_prompt
             )
         ids = await encode(tokenizer, text or "", body.add_special_tokens)

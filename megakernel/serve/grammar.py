@@ -18,6 +18,7 @@ from megakernel.serve.host import Model
 from megakernel.serve.schema import ResponseFormat
 
 FIELD = "response_format"
+MOST_GRAMMAR = 1 << 17  # characters of a form; a large one takes many seconds to compile
 MASK_S = 0.25  # what is allowed at a place takes microseconds, at the first of its kind some milliseconds
 
 
@@ -47,6 +48,8 @@ class Grammars:
     def _matcher(self, form: ResponseFormat, field: str) -> Any:
         library = _library()
         grammar = _grammar(library, form)
+        if len(grammar) > MOST_GRAMMAR:
+            raise _refusal(f"expected at most {MOST_GRAMMAR} characters, got {len(grammar)}", field)
         tables = self._vocabulary(library)
         wrong, notes = library.LLMatcher.validate_grammar_with_warnings(grammar, tables)
         if wrong:
