@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -80,6 +81,7 @@ class Host:
         if self._closed.is_set():
             model.close()
             return
+        _set_apart()
         self.reloads += not first
         self.model = model
         if not self._names:
@@ -95,6 +97,7 @@ class Host:
     def close(self) -> None:
         """Cancel what runs and close the model; blocks until its memory is free. Idempotent."""
         self._closed.set()
+        gc.unfreeze()
         if self.model is not None:
             try:
                 self.model.close()
@@ -171,3 +174,11 @@ class Host:
             self._generations.discard(generation)
             self._outstanding -= len(generation.choices)
             self._typical_s += 0.1 * (time.perf_counter() - generation.started - self._typical_s)
+
+
+def _set_apart() -> None:
+    """What lives as long as the model is no longer searched for garbage: that takes tens of milliseconds, in which no
+    thread runs and no token is told."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
@@ -343,6 +344,8 @@ def test_before_the_model_is_ready(open_tiny: Callable[..., LLM]) -> None:
         assert server.client.get("/v1/models").status_code == 503 and server.client.get("/metrics").status_code == 200
         gate.set()
         server.wait(lambda: server.client.get("/health").status_code == 200, 60)
+        assert gc.get_freeze_count() > 10_000  # a search for garbage would hold up tokens
+    assert gc.get_freeze_count() == 0
 
 
 def _up(server: Running) -> bool:
