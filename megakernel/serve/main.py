@@ -122,7 +122,14 @@ def _http() -> Any:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.patience = self.loop.call_later(HEADER_S, transport.close)
+            self.patience = self.loop.call_later(HEADER_S, self.lose_patience)
+
+        def lose_patience(self) -> None:
+            """The headers do not come. An answer before them, on the same connection, goes on."""
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+            else:
+                self.patience = self.loop.call_later(HEADER_S, self.lose_patience)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self.patience.cancel()
@@ -131,7 +138,7 @@ def _http() -> Any:
         def on_message_begin(self) -> None:
             self.in_headers = True
             self.patience.cancel()
-            self.patience = self.loop.call_later(HEADER_S, self.transport.close)
+            self.patience = self.loop.call_later(HEADER_S, self.lose_patience)
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
