@@ -542,11 +542,12 @@ def serve(
     )  # fmt: skip
 
     def open_model() -> LLM:
+        shown = options.WEB_STEPS if web and device.startswith("cpu") else None
         with Stages(False) as progress:
             return LLM(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots, max_context=max_context,
                 max_rows=max_rows, workers=workers, policy=policy, seed=seed, kv_pages=kv_pages,
-                share_prefixes=share_prefixes, max_step_ms=max_step_ms, steps_per_launch=steps_per_launch,
+                share_prefixes=share_prefixes, max_step_ms=max_step_ms, steps_per_launch=steps_per_launch or shown,
                 tp=tp, tp_processes=tp_processes, settings=settings, progress=progress, trace=web,
             )  # fmt: skip
 

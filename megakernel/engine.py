@@ -50,7 +50,8 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What the engine holds at this moment. `recovering`: between a fault and the clean state after it."""
+    """What the engine holds at this moment. `recovering`: between a fault and the clean state after it, or ended by an
+    error."""
 
     waiting: int
     running: int
@@ -272,7 +273,8 @@ class Engine:
 
     def load(self) -> EngineLoad:
         running = sum(occupant is not None for occupant in self._slots)
-        return EngineLoad(len(self._queue), running, self._pages.free_pages, self._pages.pages, self._recovering)
+        recovering = self._recovering or self._failure is not None
+        return EngineLoad(len(self._queue), running, self._pages.free_pages, self._pages.pages, recovering)
 
     @property
     def closed(self) -> bool:
@@ -363,7 +365,8 @@ class Engine:
         """Sleep until there is something to do; False when the engine closes."""
         with self._changed:
             while not (self._closing or self._waiting() or any(self._slots)):
-                self._changed.wait()
+                if not self._changed.wait(self.runtime.check_s):
+                    self.runtime.check()
             return not self._closing
 
     def _waiting(self) -> bool:
@@ -564,6 +567,8 @@ class Engine:
             jobs = [*self._jobs, *self._between, *self._side_jobs]
             for waiting in (self._queue, self._jobs, self._between, self._side_jobs):
                 waiting.clear()
+        if error is not None:
+            log.error("the engine ended by an error: %s: %s", type(error).__name__, error)
         reason = error or EngineClosed("the engine was closed before the request finished")
         for request in left:
             request.fail(reason)

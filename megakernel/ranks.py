@@ -29,7 +29,9 @@ from megakernel.tasks.record import MAILBOX_ENTRIES, NONE, ExitReason
 
 WATCH_S = 0.05  # how often the ranks that are not rank 0 are looked at while a launch runs
 STAMP_BITS = 30  # a stamp has 31: see stamp_of in tasks/task.cuh
+CHECK_S = 0.5  # and between launches, when they are processes
 START_S = 600.0  # for a process to load its part of the model
+ANSWER_S = 60.0  # for it to do anything else, beside the time that it was given for it
 SECOND_HAND = ("peer budget", "header budget")  # faults that another device's fault brings about
 
 
@@ -40,6 +42,10 @@ class Member(Protocol):
 
     def call(self, method: str, *args: Any) -> Any:
         """Raises RankLost, and what the method raises."""
+        ...
+
+    def check(self) -> None:
+        """Raises RankLost when it is known to be gone; never waits."""
         ...
 
     def close(self) -> None: ...
@@ -55,6 +61,8 @@ class LocalRank:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.runtime, method)(*args)
 
+    def check(self) -> None: ...
+
     def close(self) -> None:
         self.runtime.close()
 
@@ -65,6 +73,7 @@ class ProcessRank:
     def __init__(self, rank: int, device: Device, spec: Mapping[str, Any]) -> None:
         """`spec`: keyword arguments of `serve_rank`. `start` waits for it."""
         self._rank = rank
+        self._gone: RankLost | None = None
         self._pipe, theirs = Pipe()
         line = [sys.executable, "-m", "megakernel.rank_process", str(theirs.fileno())]
         paths = [path or os.getcwd() for path in sys.path]
@@ -83,20 +92,27 @@ class ProcessRank:
         self._answer(START_S)
 
     def call(self, method: str, *args: Any) -> Any:
+        if self._gone is not None:
+            raise self._gone
         try:
             self._pipe.send((method, args))
         except OSError as e:
             raise self._lost() from e
-        return self._answer(None)
+        return self._answer(ANSWER_S + (args[0] if method == "outcome" else 0.0))
 
-    def _answer(self, timeout_s: float | None) -> Any:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def check(self) -> None:
+        if self._gone is not None or self._process.poll() is not None:
+            raise self._lost()
+
+    def _answer(self, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
         try:
             while not self._pipe.poll(0.2):
                 if self._process.poll() is not None and not self._pipe.poll(0):
                     raise self._lost()
-                if deadline is not None and time.monotonic() > deadline:
-                    raise RankLost(self._rank, f"{self.name} did not answer within {timeout_s:g} s")
+                if time.monotonic() > deadline:  # an answer that still comes would be taken for that of another call
+                    self._gone = RankLost(self._rank, f"{self.name} did not answer within {timeout_s:g} s")
+                    raise self._gone
             good, value = self._pipe.recv()
         except (EOFError, ConnectionError) as e:
             raise self._lost() from e
@@ -105,15 +121,19 @@ class ProcessRank:
         return value
 
     def _lost(self) -> RankLost:
-        try:
-            code: object = self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            code = "none yet"
-        return RankLost(self._rank, f"{self.name} is gone, exit status {code}")
+        if self._gone is None:
+            try:
+                code: object = self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                code = "none yet"
+            self._gone = RankLost(self._rank, f"{self.name} is gone, exit status {code}")
+        return self._gone
 
     def close(self) -> None:
-        """The process ends when its pipe does."""
+        """The process ends when its pipe does; one that does not answer is killed."""
         self._pipe.close()
+        if self._gone is not None:
+            self._process.kill()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -175,6 +195,14 @@ class Ranks(Runtime):
             self._turn = turn
             self.clear_buffers()
             self._all("clear_buffers")
+
+    @property
+    def check_s(self) -> float | None:
+        return CHECK_S if any(isinstance(other, ProcessRank) for other in self.others) else None
+
+    def check(self) -> None:
+        for other in self.others:
+            other.check()
 
     def running(self) -> bool:
         """Of rank 0; looks after the others now and then, and stops all when one has failed."""

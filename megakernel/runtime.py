@@ -321,6 +321,14 @@ class Runtime:
     def running(self) -> bool:
         return self._exe.running()
 
+    @property
+    def check_s(self) -> float | None:
+        """How often `check` is to be called between launches; None: never."""
+        return None
+
+    def check(self) -> None:
+        """Raises RankLost when one of several devices is gone."""
+
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is an event that `events` has not given yet, or the launch ended."""
         return self._exe.wait_event(self._seen, timeout_s)

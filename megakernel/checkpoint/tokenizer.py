@@ -17,6 +17,8 @@ from megakernel.errors import InvalidRequest
 
 WORD_MARK = "\u2581"
 """SentencePiece's visible space."""
+LONG = 4096
+"""Characters from which on a text is encoded by `encode_batch`: other threads run meanwhile, not so with `encode`."""
 
 
 class Tokenizer:
@@ -80,7 +82,10 @@ class Tokenizer:
                 f"the text has a lone surrogate at character {error.start}: it cannot be written as UTF-8"
             ) from error
         raw = self.raw if parse_special else self._literal
-        ids: list[int] = raw.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG:
+            ids: list[int] = raw.encode(text, add_special_tokens=False).ids
+        else:
+            ids = raw.encode_batch([text], add_special_tokens=False)[0].ids
         if not add_special:
             return ids
         repeated = bool(self._prefix) and ids[: len(self._prefix)] == self._prefix

@@ -87,6 +87,8 @@ def make_app(host: Host) -> ASGIApp:
             path, endpoint, methods=[method], response_class=Response, openapi_extra=requests_of(path),
             include_in_schema=path not in ("/", "/timeline"),
         )  # fmt: skip
+    for path, endpoint in (("/health", api.health), ("/ready", api.ready)):  # as probes ask; the body is left out
+        app.add_api_route(path, endpoint, methods=["HEAD"], response_class=Response, include_in_schema=False)
     app.add_exception_handler(HTTPException, _http_error)
     for kind in (ApiError, InvalidRequest, CapacityError, Exception):
         app.add_exception_handler(kind, _error)
@@ -102,7 +104,8 @@ def _json(value: Any, status: int = 200, retry_after_s: int | None = None) -> Re
 async def _http_error(_: Request, error: Exception) -> Response:
     """404 and 405 of the router."""
     assert isinstance(error, HTTPException)
-    made = _json(error_body(ApiError(error.status_code, str(error.detail), code="not_found")), error.status_code)
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    made = _json(error_body(ApiError(error.status_code, str(error.detail), code=code)), error.status_code)
     made.headers.update(error.headers or {})
     return made
 
@@ -165,7 +168,8 @@ class Endpoints:
 
     async def timeline(self) -> Response:
         """What the kernel's workers did in a step that ran just now, for the page."""
-        return _json(await self._strips.record(self._host.loaded))
+        strip = await self._strips.record(self._host.loaded)
+        return Response(status_code=204) if strip is None else _json(strip)
 
     # ------------------------------------------------------------------------------------------ text
     async def chat(self, request: Request) -> Response:
@@ -174,7 +178,9 @@ class Endpoints:
         model, name = self._host.loaded, self._host.check_name(body.model)
         tokenizer = need_tokenizer(model.tokenizer, "messages")
         tools = Tools(body, tokenizer, self._options.tool_call_parser)
-        text = chat_text(tokenizer, body.messages, tools.offered, body.chat_template_kwargs, body.add_generation_prompt)
+        text = await chat_text(
+            tokenizer, body.messages, tools.offered, body.chat_template_kwargs, body.add_generation_prompt
+        )
         ids = await encode(tokenizer, text)
         asked = body.max_completion_tokens or body.max_tokens
         count = room(ids, asked, None, model.program.manifest.max_context, "messages")
@@ -265,7 +271,7 @@ class Endpoints:
         tokenizer = need_tokenizer(model.tokenizer, "prompt" if body.messages is None else "messages")
         text = body.prompt
         if body.messages is not None:
-            text = chat_text(
+            text = await chat_text(
                 tokenizer, body.messages, body.tools or (), body.chat_template_kwargs, body.add_generation_prompt
             )
         ids = await encode(tokenizer, text or "", body.add_special_tokens)
@@ -286,7 +292,7 @@ class Endpoints:
 
     # ------------------------------------------------------------------------------------------ shared
     async def _body(self, request: Request) -> bytes:
-        body = await read_body(request, self._options.max_body_bytes)
+        body = await read_body(request, self._options.max_body_bytes, self._options.request_timeout_s)
         if self._options.log_requests:
             log.info("request %s", body.decode("utf-8", "replace"))
         return body

@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from megakernel.serve.command import reported, whole
+
 IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')
 
 
@@ -24,7 +26,11 @@ def received(host: str, port: int, body: bytes, spin: bool) -> list[tuple[float,
     """Everything that was received, with the time of each part. Raises OSError."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
     out: list[tuple[float, bytes]] = []
-    with socket.create_connection((host, port)) as made:
+    try:
+        made = socket.create_connection((host, port))
+    except OSError as e:
+        raise OSError(f"no connection to {host} port {port}: {e.strerror or e}") from e
+    with made:
         made.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         made.setblocking(not spin)
         while True:
@@ -55,9 +61,12 @@ def token_times(parts: Sequence[tuple[float, bytes]]) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megakernel.serve.arrivals", description=__doc__)
     parser.add_argument("host")
-    parser.add_argument("port", type=int)
+    parser.add_argument("port", type=whole(1, 65535))
     parser.add_argument("--spin", action="store_true")
-    chosen = parser.parse_args(arguments)
+    return reported(lambda: _run(parser.parse_args(arguments)))
+
+
+def _run(chosen: argparse.Namespace) -> int:
     parts = received(chosen.host, chosen.port, sys.stdin.buffer.read(), chosen.spin)
     first = parts[0][1].split(b"\r\n", 1)[0]
     if b" 200 " not in first:

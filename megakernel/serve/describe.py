@@ -37,8 +37,9 @@ ERROR = {
 ERRORS = {
     "400": "A field is wrong; param names it.", "401": "The API key is missing or wrong.",
     "403": "The page's origin may not call.", "404": "Unknown model.", "405": "Wrong method.",
-    "413": "The body is too large.", "415": "Not JSON.", "429": "The queue is full; see Retry-After.",
-    "500": "The kernel stopped.", "503": "Not ready; see Retry-After.", "504": "The deadline passed.",
+    "408": "The body did not come in time.", "413": "The body is too large.", "415": "Not JSON.",
+    "429": "The queue is full; see Retry-After.", "500": "The kernel stopped.", "503": "Not ready; see Retry-After.",
+    "504": "The deadline passed.",
 }  # fmt: skip
 
 

@@ -275,4 +275,6 @@ class Generation:
             choice.finish_reason = "stop" if choice.text.stopped else choice.request.finish_reason or "stop"
         elif not taken:
             return None
+        elif choice.request.done:  # it failed behind these tokens, and one wake-up may have stood for both
+            self._bell.ring(partial(self._wake, index))
         return Update(index, delta, taken, choice.finish_reason)

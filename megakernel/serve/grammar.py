@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from megakernel.serve.host import Model
 from megakernel.serve.schema import ResponseFormat
 
 FIELD = "response_format"
+MOST_GRAMMAR = 1 << 17  # characters of a form; a large one takes many seconds to compile
+MASK_S = 0.25  # what is allowed at a place takes microseconds, at the first of its kind some milliseconds
 
 
 class Grammars:
@@ -45,11 +48,15 @@ class Grammars:
     def _matcher(self, form: ResponseFormat, field: str) -> Any:
         library = _library()
         grammar = _grammar(library, form)
+        if len(grammar) > MOST_GRAMMAR:
+            raise _refusal(f"expected at most {MOST_GRAMMAR} characters, got {len(grammar)}", field)
         tables = self._vocabulary(library)
         wrong, notes = library.LLMatcher.validate_grammar_with_warnings(grammar, tables)
         if wrong:
             raise _refusal(notes[0] if notes else "the grammar is not valid", field)
         made = library.LLMatcher(tables, grammar, log_level=0)
+        if not made.is_error():
+            made.deep_copy().compute_bitmask()  # the slowest one, of which copies keep most: not on the engine's thread
         if made.is_error():
             raise _refusal(made.get_error(), field)
         return made
@@ -79,7 +86,7 @@ class Guided:
         for token in tokens[self._taken :]:
             self._taken += 1
             if not self._matcher.consume_token(token):
-                raise ApiError(500, f"the grammar stopped: {self._matcher.get_error()[:200]}", kind="server_error")
+                raise _stopped(self._matcher)
         return None if self._matcher.is_stopped() else _row(self._matcher, self._vocab)
 
 
@@ -111,7 +118,7 @@ class Caller:
             self._matcher, self._known = None, False
         elif self._known:
             if self._matcher is not None and not self._matcher.consume_token(token):
-                raise ApiError(500, f"the grammar stopped: {self._matcher.get_error()[:200]}", kind="server_error")
+                raise _stopped(self._matcher)
         else:
             self._known = True
             ids = self._tokenizer.encode(begun, add_special=False)
@@ -121,7 +128,13 @@ class Caller:
 
 
 def _row(matcher: Any, vocab: int) -> npt.NDArray[np.float32]:
+    """Raises ApiError 400 for a grammar that every other sequence would have to wait for."""
+    began = time.thread_time()
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    if matcher.is_error():
+        raise _stopped(matcher)
+    if time.thread_time() - began > MASK_S:
+        raise _refusal(f"the grammar takes more than {MASK_S:g} s of a processor for a token")
     allowed = np.unpackbits(bits, count=vocab, bitorder="little")
     row = np.zeros(vocab, np.float32)
     row[allowed == 0] = -np.inf
@@ -158,6 +171,10 @@ def _needed(value: Any, name: str) -> Any:
     if value is None:
         raise ApiError(400, f"{FIELD}.{name}: this field is required", param=f"{FIELD}.{name}")
     return value
+
+
+def _stopped(matcher: Any) -> ApiError:
+    return _refusal(f"the grammar stopped: {matcher.get_error()}")
 
 
 def _refusal(text: str, field: str = FIELD) -> ApiError:

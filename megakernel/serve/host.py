@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -48,6 +49,7 @@ class Host:
         self._closed = threading.Event()
         self._outstanding = 0  # choices that were admitted here and have not ended
         self._generations: set[Generation] = set()
+        self._ended_by: ApiError | None = None  # nothing may run any more
         self._typical_s = 1.0  # of a whole request, for Retry-After
         self._names = options.model_names
 
@@ -79,15 +81,23 @@ class Host:
         if self._closed.is_set():
             model.close()
             return
+        _set_apart()
         self.reloads += not first
         self.model = model
         if not self._names:
             self._names = (model.name,)
         log.info("model %s is ready after %.1f s", self._names[0], time.perf_counter() - started)
 
+    def end_all(self, reason: ApiError) -> None:
+        """What runs, and what would still begin, ends with `reason`."""
+        self._ended_by = reason
+        for generation in list(self._generations):
+            generation.abort(reason)
+
     def close(self) -> None:
         """Cancel what runs and close the model; blocks until its memory is free. Idempotent."""
         self._closed.set()
+        gc.unfreeze()
         if self.model is not None:
             try:
                 self.model.close()
@@ -141,7 +151,9 @@ class Host:
         return self._outstanding
 
     def admit(self, choices: int) -> None:
-        """Raises ApiError 400 when so many sequences can never run, 429 when they cannot now."""
+        """Raises ApiError 400 when so many sequences can never run, 429 when they cannot now, 503 after `end_all`."""
+        if self._ended_by is not None:
+            raise self._ended_by
         limit = self.options.max_queue + self.loaded.program.manifest.max_slots
         if choices > limit:
             raise ApiError(
@@ -162,3 +174,11 @@ class Host:
             self._generations.discard(generation)
             self._outstanding -= len(generation.choices)
             self._typical_s += 0.1 * (time.perf_counter() - generation.started - self._typical_s)
+
+
+def _set_apart() -> None:
+    """What lives as long as the model is no longer searched for garbage: that takes tens of milliseconds, in which no
+    thread runs and no token is told."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -8,8 +8,7 @@ TTFT: from sending to the first token.
 ITL: between events with tokens.
 TPOT: (end - first token) / (tokens - 1) of a request.
 Prompts are random token ids and ignore_eos is set, so that every request has the lengths asked for; return_token_ids,
-so that a token without text, and a model without a tokenizer, is timed too. It uses only the standard library: one
-process, one connection a request.
+so that a token without text, and a model without a tokenizer, is timed too. One process, one connection a request.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
+
+from megakernel.serve.command import reported, whole, wholes
 
 
 @dataclass
@@ -227,28 +228,45 @@ def _ready(url: str) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """One line for each number of streams; 1 when a request failed."""
     parser = argparse.ArgumentParser(prog="python -m megakernel.serve.load", description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--url", type=_address, default="http://127.0.0.1:8000")
     parser.add_argument(
         "--serve", metavar="MODEL", help="start a server of this model instead, with the options after --"
     )
-    parser.add_argument("--streams", default="1,4,16", help="requests at once; several numbers are run in turn")
-    parser.add_argument("--requests", type=int, default=0, help="of each number of streams; default 4 a stream")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=128)
-    parser.add_argument("--vocab", type=int, default=256, help="prompts are random ids below it")
+    several = "requests at once; several numbers, with commas, are run in turn"
+    parser.add_argument("--streams", type=wholes(1), default="1,4,16", help=several)
+    parser.add_argument("--requests", type=whole(1), help="of each number of streams; default 4 a stream")
+    parser.add_argument("--prompt-tokens", type=whole(1), default=512)
+    parser.add_argument("--output-tokens", type=whole(1), default=128)
+    parser.add_argument("--vocab", type=whole(1), default=256, help="prompts are random ids below it")
     parser.add_argument("--api-key")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = list(sys.argv[1:] if arguments is None else arguments)
     cut = given.index("--") if "--" in given else len(given)
     chosen = parser.parse_args(given[:cut])
-    with served(chosen.serve, given[cut + 1 :]) if chosen.serve else nullcontext(chosen.url) as url:
+    return reported(lambda: _run(chosen, given[cut + 1 :]))
+
+
+def _run(chosen: argparse.Namespace, options: Sequence[str]) -> int:
+    with served(chosen.serve, options) if chosen.serve else nullcontext(chosen.url) as url:
         return _levels(chosen, url)
+
+
+def _address(text: str) -> str:
+    """For `type` of --url."""
+    try:
+        parts = urlsplit(text)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"expected an address such as http://127.0.0.1:8000, got {text!r}")
+    return text.rstrip("/")
 
 
 def _levels(chosen: argparse.Namespace, url: str) -> int:
     failed = 0
-    for streams in (int(part) for part in chosen.streams.split(",")):
+    for streams in chosen.streams:
         report = asyncio.run(
             measure(url, streams, chosen.requests or 4 * streams, chosen.prompt_tokens, chosen.output_tokens,
                     chosen.api_key, chosen.vocab, chosen.seed)
@@ -257,6 +275,7 @@ def _levels(chosen: argparse.Namespace, url: str) -> int:
         r = report
         sys.stdout.write(
             json.dumps(asdict(report)) + "\n" if chosen.json else
+            f"{r.streams:4d} streams: all {r.requests} requests failed: {r.error}\n" if r.failed == r.requests else
             f"{r.streams:4d} streams: {r.tokens_per_s:9.1f} tokens/s; "
             f"TTFT {r.ttft_p50_ms:.1f} / {r.ttft_p99_ms:.1f} ms; ITL {r.itl_p50_ms:.2f} / {r.itl_p99_ms:.2f} ms; "
             f"TPOT {r.tpot_p50_ms:.2f} / {r.tpot_p99_ms:.2f} ms "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import signal
 import socket
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from megakernel.errors import MegakernelError, SettingsError
+from megakernel.errors import ApiError, MegakernelError, SettingsError
 from megakernel.serve.app import make_app
 from megakernel.serve.host import Host, Model
 from megakernel.serve.options import ServeOptions
@@ -20,8 +22,10 @@ from megakernel.serve.wire import EXTENSION, Wire
 
 log = logging.getLogger("megakernel.serve")
 HEADER_BYTES = 64 << 10  # of one request's line and headers
+HEADER_S = 30.0  # from the begin of a connection, or of a further request, to the end of the headers
 UNREAD_MS = 60_000  # a client that takes nothing of what was sent for so long is gone
 BACKLOG = 2048
+TELL_S = 2.0  # after the drain: for the last words, and for connections that never asked anything
 SWITCH_S = 50e-6  # after so long a thread that computes gives way to one that waits; Python's own 5 ms is many tokens
 
 
@@ -40,6 +44,19 @@ class Server(uvicorn.Server):
             super().run(sockets)
         finally:
             sys.setswitchinterval(before)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What runs may end by itself for drain_timeout_s; then it is told that it ends, and has TELL_S to be sent."""
+        after = self._host.options.drain_timeout_s
+        late = ApiError(
+            503, f"the server shuts down, and the request had not ended {after:g} s later", kind="service_unavailable",
+            code="shutting_down", retry_after_s=1,
+        )  # fmt: skip
+        ending = asyncio.get_running_loop().call_later(after, self._host.end_all, late)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -70,7 +87,7 @@ def make_server(host: Host) -> Server:
     """A server that is not running yet."""
     config = uvicorn.Config(
         make_app(host), http=_http(), ws="none", proxy_headers=False, access_log=False, log_config=None,
-        server_header=False, lifespan="on", timeout_graceful_shutdown=max(1, round(host.options.drain_timeout_s)),
+        server_header=False, lifespan="on", timeout_graceful_shutdown=math.ceil(host.options.drain_timeout_s + TELL_S),
         backlog=BACKLOG, h11_max_incomplete_event_size=HEADER_BYTES,
     )  # fmt: skip
     return Server(config, host)
@@ -94,7 +111,7 @@ def _http() -> Any:
         return Quiet
 
     class Limited(HttpToolsProtocol):
-        """Refuses a request whose line and headers pass HEADER_BYTES; gives answers a Wire."""
+        """Refuses a request whose line and headers pass HEADER_BYTES or HEADER_S; gives answers a Wire."""
 
         headers_read = 0
         in_headers = True
@@ -103,11 +120,29 @@ def _http() -> Any:
             super().__init__(*args, **kwargs)
             self.access_log = False
 
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.patience = self.loop.call_later(HEADER_S, self.lose_patience)
+
+        def lose_patience(self) -> None:
+            """The headers do not come. An answer before them, on the same connection, goes on."""
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+            else:
+                self.patience = self.loop.call_later(HEADER_S, self.lose_patience)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.patience.cancel()
+            super().connection_lost(exc)
+
         def on_message_begin(self) -> None:
             self.in_headers = True
+            self.patience.cancel()
+            self.patience = self.loop.call_later(HEADER_S, self.lose_patience)
             super().on_message_begin()
 
         def on_headers_complete(self) -> None:
+            self.patience.cancel()
             self.in_headers, self.headers_read = False, 0
             self.scope["extensions"] = {EXTENSION: {"wire": Wire(self.transport, self.flow)}}
             super().on_headers_complete()

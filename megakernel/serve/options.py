@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megakernel.errors import SettingsError
 
+WEB_STEPS = 16  # of a launch on a processor, where --web and nothing else says: a recording begins and ends with one
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
 
 
@@ -42,7 +43,7 @@ class ServeOptions:
         ):  # fmt: skip
             value = getattr(self, name)
             if not low <= value <= high:
-                raise SettingsError(f"{name}: expected {low} to {high}, got {value}")
+                raise SettingsError(f"{name}: expected {low:g} to {high:g}, got {value}")
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             raise SettingsError(
                 f"tool_call_parser: expected one of {', '.join(TOOL_CALL_PARSERS)}, got {self.tool_call_parser!r}"

@@ -32,10 +32,12 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
 from megakernel.checkpoint import Tokenizer
+from megakernel.errors import CapacityError
 from megakernel.llm import LLM
 from megakernel.request import Processor, Request
 from megakernel.sampling import SamplingParams
 from megakernel.serve import arrivals, load
+from megakernel.serve.command import reported, whole
 from megakernel.serve.host import Host
 from megakernel.serve.main import listen, make_server
 from megakernel.serve.options import ServeOptions
@@ -110,7 +112,10 @@ class Stamped:
 
 
 def measure(llm: LLM, prompt_tokens: int, tokens: int, rounds: int) -> Added:
-    """Serve `llm` on a free port and compare."""
+    """Serve `llm` on a free port and compare. Raises CapacityError when a request does not fit its context."""
+    limit = llm.program.manifest.max_context
+    if prompt_tokens + tokens > limit:
+        raise CapacityError(f"{prompt_tokens} tokens of prompt and {tokens} of output: the context is {limit} tokens")
     if llm.tokenizer is None:
         llm.tokenizer = made_up(llm.program.manifest.vocab)
     host = Host(lambda: llm, ServeOptions(port=0))
@@ -193,16 +198,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--workers", type=int)
-    parser.add_argument("--max-slots", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=whole(1))
+    parser.add_argument("--max-slots", type=whole(1), default=16)
+    parser.add_argument("--max-context", type=whole(1))
+    parser.add_argument("--max-rows", type=whole(1))
+    parser.add_argument("--prompt-tokens", type=whole(1), default=128)
+    parser.add_argument("--output-tokens", type=whole(WARM + 2), default=256)
+    parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--json", action="store_true")
-    chosen = parser.parse_args(arguments)
+    return reported(lambda: _run(parser.parse_args(arguments)))
+
+
+def _run(chosen: argparse.Namespace) -> int:
     with LLM(
-        chosen.model, device=chosen.device, dtype=chosen.dtype, workers=chosen.workers, max_slots=chosen.max_slots
-    ) as llm:
+        chosen.model, device=chosen.device, dtype=chosen.dtype, workers=chosen.workers, max_slots=chosen.max_slots,
+        max_context=chosen.max_context, max_rows=chosen.max_rows,
+    ) as llm:  # fmt: skip
         made = measure(llm, chosen.prompt_tokens, chosen.output_tokens, chosen.rounds)
     sys.stdout.write(
         json.dumps(asdict(made)) + "\n" if chosen.json else

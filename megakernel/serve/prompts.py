@@ -14,6 +14,7 @@ from megakernel.serve.schema import ChatRequest, CompletionRequest, Message, Too
 from megakernel.serve.tools import described
 
 SHORT = 4096  # characters that are encoded at once; a longer text goes to another thread
+FEW = 64  # messages and tools that are rendered at once
 TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
@@ -31,7 +32,7 @@ async def encode(tokenizer: Tokenizer, text: str, add_special: bool = True) -> l
     return await asyncio.to_thread(tokenizer.encode, text, add_special)
 
 
-def chat_text(
+async def chat_text(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Sequence[Tool],
@@ -39,6 +40,18 @@ def chat_text(
     add_generation_prompt: bool = True,
 ) -> str:
     """The conversation by the checkpoint's template. Raises ApiError 400 when the template cannot."""
+    if len(messages) + len(tools) <= FEW:
+        return _chat_text(tokenizer, messages, tools, values, add_generation_prompt)
+    return await asyncio.to_thread(_chat_text, tokenizer, messages, tools, values, add_generation_prompt)
+
+
+def _chat_text(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    values: dict[str, Any],
+    add_generation_prompt: bool,
+) -> str:
     taken = sorted(TEMPLATE_NAMES & values.keys())
     if taken:
         raise ApiError(400, f"chat_template_kwargs: {taken[0]} cannot be set here", param="chat_template_kwargs")

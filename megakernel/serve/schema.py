@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from megakernel.tasks.record import MAX_TOP
 
@@ -45,9 +45,25 @@ UNSUPPORTED = {
     "web_search_options": "this server searches nothing",
 }
 IGNORED = "Accepted and not used: it changes no token."
+# What each field of more than one form may be: the description, and what a value of no form is told.
+STOP = "a text, or a list of at most 16 texts"
+CONTENT = "a text, or a list of parts {type: text, text: ...}"
+TOOL_CHOICE = "none, auto, required, or {type: function, function: {name: ...}}"
+PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists"
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Text = Annotated[str, Field(max_length=1 << 24)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+MOST_FIELDS = 256  # of one object
+# fail_fast: a list is checked until its first wrong item. To tell of millions would hold up other requests.
+MOST_PROMPTS = 65536
+MOST_BIASES = 16384
+
+
+def _few_biases(data: Any) -> Any:
+    """Counted first: every wrong one would be told."""
+    if isinstance(data, dict) and len(data) > MOST_BIASES:
+        raise ValueError(f"expected at most {MOST_BIASES} tokens, got {len(data)}")
+    return data
 
 
 class Body(BaseModel):
@@ -58,7 +74,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def without_nulls(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        if len(data) > MOST_FIELDS:
+            raise ValueError(f"expected at most {MOST_FIELDS} fields, got {len(data)}")
+        return {k: v for k, v in data.items() if v is not None}
 
 
 class StreamOptions(Body):
@@ -106,9 +126,11 @@ class Message(Body):
     """`content` may be left out of an assistant's message that has tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)] | None, Field(description=CONTENT)
+    ] = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: Text | None = None
     refusal: Text | None = None
@@ -152,13 +174,20 @@ class Sampled(Body):
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    stop: Text | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
+    stop: Annotated[
+        Text | Annotated[list[Annotated[Text, Field(min_length=1)]], Field(fail_fast=True, max_length=16)] | None,
+        Field(description=STOP),
+    ] = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=64)] = []
     include_stop_str_in_output: Literal[False] = False
     return_token_ids: bool = False
     ignore_eos: bool = False
     skip_special_tokens: Literal[True] = True
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100.0, le=100.0)]] = {}
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100.0, le=100.0)]],
+        Field(max_length=MOST_BIASES),
+        BeforeValidator(_few_biases),
+    ] = {}
     response_format: ResponseFormat | None = None
     user: Annotated[str, Field(max_length=4096, description=IGNORED)] | None = None
 
@@ -172,16 +201,18 @@ class Sampled(Body):
 class ChatRequest(Sampled):
     """/v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=65536)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=65536)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, Field(description=TOOL_CHOICE)] = (
+        None
+    )
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
     metadata: Annotated[dict[str, Any], Field(description=IGNORED)] | None = None
     store: Annotated[bool, Field(description=IGNORED)] | None = None
     service_tier: Annotated[str, Field(max_length=64, description=IGNORED)] | None = None
@@ -195,13 +226,19 @@ class ChatRequest(Sampled):
         return self
 
 
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 
 
 class CompletionRequest(Sampled):
     """/v1/completions."""
 
-    prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    prompt: Annotated[
+        Text
+        | Ids
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)],
+        Field(description=PROMPT),
+    ]
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
@@ -221,10 +258,10 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=65536)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=65536)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    tools: Annotated[list[Tool], Field(max_length=1024)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
     return_token_strs: bool = False
 
@@ -239,7 +276,7 @@ class DetokenizeRequest(Body):
     """/detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 22)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=1 << 22)]
 
 
 REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)

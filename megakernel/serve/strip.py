@@ -37,8 +37,9 @@ class Strips:
     def __init__(self) -> None:
         self._one = asyncio.Lock()
 
-    async def record(self, model: Any) -> dict[str, Any]:
-        """The strip of a step that ran just now. Ends after two launches. Raises ApiError 404 when there is none."""
+    async def record(self, model: Any) -> dict[str, Any] | None:
+        """The strip of a step that ran just now, None when none ran. Ends after two launches. Raises ApiError 404 for
+        a model without timeline."""
         if not hasattr(model, "start_recording"):
             raise _none("this model records no timeline")
         async with self._one:
@@ -47,9 +48,7 @@ class Strips:
                 timeline = await asyncio.to_thread(model.stop_recording)
             except MegakernelError as e:
                 raise _none(str(e)) from e
-        if not timeline.complete_steps:
-            raise _none("no step ran")
-        return strip_of(timeline)
+        return strip_of(timeline) if timeline.complete_steps else None
 
 
 def _none(text: str) -> ApiError:

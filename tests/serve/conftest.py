@@ -35,7 +35,7 @@ def open_tiny(talking: Path, serve_cache: Path) -> Callable[..., LLM]:
     """Opens the tiny model on the CPU; programs are compiled once."""
 
     def make(spin_ms: int = 60_000, **options: object) -> LLM:
-        chosen = {"dtype": "f32", "workers": 2, "max_context": 512, "max_slots": 4, **options}
+        chosen = {"dtype": "f32", "workers": 2, "max_context": 512, "max_slots": 4, "trace": True, **options}
         return LLM(talking, device=CpuDevice(), settings=Settings(cache=serve_cache, spin_ms=spin_ms), **chosen)
 
     return make

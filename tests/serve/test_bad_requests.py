@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import threading
+import time
 from typing import Any
 
+import httpx
 import pytest
 
+from megakernel.serve.parse import FORMS
+from megakernel.serve.schema import CONTENT, PROMPT, STOP, TOOL_CHOICE
 from tests.serve.server import Running
 
 pytestmark = pytest.mark.timeout(180)
@@ -64,9 +70,10 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     "no content": (CHAT, message(role="user"), 400, "content"),
     "unsupported role": (CHAT, message(role="function", content="a"), 400, "messages.0.role"),
     "role a number": (CHAT, message(role=1, content="a"), 400, "messages.0.role"),
-    "content a number": (CHAT, message(role="user", content=1), 400, "messages.0.content"),
+    "content a number": (CHAT, message(role="user", content=1), 400, f"messages.0.content: expected {CONTENT}"),
     "content an empty list": (CHAT, message(role="user", content=[]), 400, "messages.0.content"),
-    "an image": (CHAT, message(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}]), 400, "type"),
+    "an image": (CHAT, message(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}]), 400,
+                 "messages.0.content.0.type: Input should be 'text'"),
     "unknown field of a message": (CHAT, message(role="user", content="a", mood="x"), 400, "messages.0.mood"),
     "template refuses": (
         CHAT, chat(messages=[{"role": "tool", "content": "a"}], chat_template_kwargs={"refuse_tools": 1}), 400,
@@ -90,7 +97,9 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     "a named tool of no tools": (
         CHAT, chat(tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice",
     ),
-    "tool_choice of another kind": (CHAT, chat(tool_choice={"type": "allowed_tools"}), 400, "tool_choice"),
+    "tool_choice of another kind": (CHAT, chat(tool_choice={"type": "allowed_tools"}), 400,
+                                    "tool_choice.type: Input should be 'function'"),
+    "tool_choice another word": (CHAT, chat(tool_choice="any"), 400, f"tool_choice: expected {TOOL_CHOICE}"),
     "tools beside a form": (
         CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}], response_format={"type": "regex"}),
         400, "response_format",
@@ -120,10 +129,10 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     "max_tokens a text": (COMPLETE, complete(max_tokens="5"), 400, "max_tokens"),
     "max_tokens over the context": (COMPLETE, complete(max_tokens=513), 400, "context"),
     "max_completion_tokens": (CHAT, chat(max_completion_tokens=-5), 400, "max_completion_tokens"),
-    "stop a number": (COMPLETE, complete(stop=5), 400, "stop"),
-    "stop a number in a list": (COMPLETE, complete(stop=["a", 5]), 400, "stop"),
-    "stop empty text in a list": (COMPLETE, complete(stop=["a", ""]), 400, "stop"),
-    "too many stops": (COMPLETE, complete(stop=["a"] * 17), 400, "stop"),
+    "stop a number": (COMPLETE, complete(stop=5), 400, f"stop: expected {STOP}"),
+    "stop a number in a list": (COMPLETE, complete(stop=["a", 5]), 400, "stop.1: Input should be a valid str"),
+    "stop empty text in a list": (COMPLETE, complete(stop=["a", ""]), 400, "stop.1: String should have at least 1"),
+    "too many stops": (COMPLETE, complete(stop=["a"] * 17), 400, "stop: List should have at most 16"),
     "stop_token_ids negative": (COMPLETE, complete(stop_token_ids=[-1]), 400, "stop_token_ids"),
     "stream a text": (CHAT, chat(stream="yes"), 400, "stream"),
     "stream_options without stream": (CHAT, chat(stream_options={"include_usage": True}), 400, "stream_options"),
@@ -152,16 +161,21 @@ BAD: dict[str, tuple[str, str | bytes, int, str]] = {
     ),
     "regex not valid": (CHAT, chat(response_format={"type": "regex", "regex": "("}), 400, "response_format"),
     "grammar not valid": (CHAT, chat(response_format={"type": "grammar", "grammar": "x"}), 400, "response_format"),
+    "grammar too large": (
+        CHAT, chat(response_format={"type": "grammar", "grammar": 'start: "a"' + ' | "a"' * 30_000}), 400,
+        "response_format: expected at most 131072 characters",
+    ),
     "no prompt": (COMPLETE, "{}", 400, "prompt"),
-    "prompt a number": (COMPLETE, complete(prompt=1), 400, "prompt"),
+    "prompt a number": (COMPLETE, complete(prompt=1), 400, f"prompt: expected {PROMPT}"),
     "prompt an object": (COMPLETE, complete(prompt={}), 400, "prompt"),
     "prompt empty": (COMPLETE, complete(prompt=""), 400, "prompt"),
-    "prompt an empty list": (COMPLETE, complete(prompt=[]), 400, "prompt"),
-    "prompt of an empty list": (COMPLETE, complete(prompt=[[]]), 400, "prompt"),
+    "prompt an empty list": (COMPLETE, complete(prompt=[]), 400, "prompt: List should have at least 1"),
+    "prompt of an empty list": (COMPLETE, complete(prompt=[[]]), 400, "prompt.0: List should have at least 1"),
+    "prompt lists of a text": (COMPLETE, complete(prompt=[[1], ["a"]]), 400, "prompt.1.0: Input should be a valid int"),
     "prompt of an empty text": (COMPLETE, complete(prompt=["a", ""]), 400, "prompt"),
-    "prompt of mixed kinds": (COMPLETE, complete(prompt=["a", 1]), 400, "prompt"),
+    "prompt of mixed kinds": (COMPLETE, complete(prompt=["a", 1]), 400, f"prompt: expected {PROMPT}"),
     "prompt id too large": (COMPLETE, complete(prompt=[259]), 400, "prompt"),
-    "prompt id negative": (COMPLETE, complete(prompt=[-1]), 400, "prompt"),
+    "prompt id negative": (COMPLETE, complete(prompt=[-1]), 400, "prompt.0: Input should be greater than or equal"),
     "prompt id true": (COMPLETE, complete(prompt=[True]), 400, "prompt"),
     "huge prompt": (COMPLETE, complete(prompt="a" * 100_000), 400, "context"),
     "too many prompts": (COMPLETE, complete(prompt=["a"] * 300), 400, "at most"),
@@ -191,11 +205,59 @@ def test_a_bad_request_is_refused_by_name(tiny: Running, name: str) -> None:
     check(tiny.client.post(path, content=body, headers={"content-type": "application/json"}), status, says)
 
 
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "says"),
+    [
+        (COMPLETE, {"prompt": [-1] * MANY}, "prompt.0: Input should be greater than or equal to 0"),
+        (COMPLETE, {"prompt": ["a", 1] * MANY}, f"prompt: expected {PROMPT}"),
+        (CHAT, {"messages": [{"role": "user", "content": ["x"] * MANY}]}, "messages.0.content.0: Input should be an"),
+        (CHAT, {"messages": HELLO, "logit_bias": {str(i): "a" for i in range(MANY)}}, "expected at most 16384 tokens"),
+        (CHAT, {"messages": HELLO, **{f"f{i}": 1 for i in range(MANY)}}, "expected at most 256 fields"),
+        ("/detokenize", {"tokens": ["a"] * MANY}, "tokens.0: Input should be a valid integer"),
+    ],
+)
+def test_what_is_wrong_many_times_is_told_once(tiny: Running, path: str, fields: dict[str, Any], says: str) -> None:
+    """To list it all would take minutes for a body of the largest size, in which nobody else would be served."""
+    answer = tiny.client.post(path, json=fields)
+    check(answer, 400, says)
+    assert "more" not in answer.json()["error"]["message"]
+
+
+def test_a_long_text_holds_up_nobody(tiny: Running) -> None:
+    """Others are answered while one far over the context is encoded."""
+    worst, over = [0.0], threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            started = time.perf_counter()
+            httpx.get(f"{tiny.url}/health")
+            worst[0] = max(worst[0], time.perf_counter() - started)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    started = time.perf_counter()
+    check(tiny.client.post(COMPLETE, json={"prompt": "a long text " * 40_000}), 400, "context")
+    took = time.perf_counter() - started
+    over.set()
+    asking.join()
+    assert worst[0] < max(0.3, 0.6 * took), f"{worst[0]} s of {took} s"
+
+
+def test_every_field_of_several_forms_says_which() -> None:
+    assert set(FORMS) == {"content", "stop", "prompt", "tool_choice"} and all(FORMS.values())
+
+
 def test_wrong_ways_to_ask(tiny: Running) -> None:
     assert len(BAD) >= 60
     check(tiny.client.post(CHAT, content=chat(), headers={"content-type": "text/plain"}), 415, "content-type")
     check(tiny.client.post(CHAT, data={"a": "b"}), 415, "content-type")
     check(tiny.client.get(CHAT), 405, "Method")
+    assert tiny.client.get(CHAT).json()["error"]["code"] == "method_not_allowed"
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    check(tiny.client.post(CHAT, content=gzip.compress(chat().encode()), headers=headers), 415, "content-encoding")
     check(tiny.client.post("/v1/embeddings", json={}), 404, "Not Found")
     check(tiny.client.get("/v1/chat/completions/"), 404, "Not Found")
     check(tiny.client.post(CHAT, content=chat(), headers={

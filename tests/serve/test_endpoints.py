@@ -34,6 +34,9 @@ def ids_of(server: Running, **body: object) -> list[int]:
 def test_models_health_ready_metrics(tiny: Running) -> None:
     assert tiny.client.get("/health").json() == {"status": "ok"}
     assert tiny.client.get("/ready").status_code == 200
+    for path in ("/health", "/ready"):
+        head = tiny.client.head(path)
+        assert head.status_code == 200 and head.content == b""
     model = tiny.client.get("/v1/models").json()["data"][0]
     assert model["id"] == "talking" and model["max_model_len"] == 512
     assert tiny.client.get("/v1/models/talking").json() == model

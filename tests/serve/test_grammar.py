@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megakernel.sampling import SamplingParams
+from megakernel.serve import grammar
 from tests.serve.server import Running
 
 pytestmark = pytest.mark.timeout(180)
@@ -102,6 +103,24 @@ def test_a_grammar_beside_others_changes_none_of_them(tiny: Running) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 8 and all(got == expected for got, expected in found)
+
+
+@pytest.mark.parametrize(
+    ("regex", "says"),
+    [("(a{500}){500}", "takes more than 0 s"), ("(a{1000}){1000}", "the grammar stopped: lexer error")],
+)
+def test_a_grammar_that_takes_too_much_is_refused(
+    tiny: Running, monkeypatch: pytest.MonkeyPatch, regex: str, says: str
+) -> None:
+    """With 400 and one line: it is the client's."""
+    monkeypatch.setattr(grammar, "MASK_S", 0 if "takes" in says else 10)
+    form = {"type": "regex", "regex": regex}
+    answer = tiny.post("/v1/completions", **GREEDY, response_format=form)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "response_format" and "\n" not in error["message"]
+    assert says in error["message"], error
+    tiny.wait(tiny.idle)
+    assert tiny.post("/v1/completions", **GREEDY).status_code == 200
 
 
 def test_a_processor_of_ones_own(tiny: Running) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
+import signal
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ import pytest
 from megakernel.errors import CheckpointError, RankLost
 from megakernel.llm import LLM
 from megakernel.runtime import Runtime
+from megakernel.serve import main as serve_main
 from megakernel.serve.answer import as_api_error
 from megakernel.tasks.record import NONE
 from tests.program.cpu.test_faults import set_chaos, waited_counters
@@ -80,6 +83,28 @@ def test_a_half_closed_socket_ends_the_request(tiny: Running) -> None:
     client.shutdown(socket.SHUT_WR)
     tiny.wait(tiny.idle)
     client.close()
+
+
+def test_requests_that_are_never_finished(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither headers nor a body may take for ever; one after the other on a connection counts anew."""
+    monkeypatch.setattr(serve_main, "HEADER_S", 0.3)
+    monkeypatch.setitem(tiny.host.options.__dict__, "request_timeout_s", 0.3)
+    for begun in (b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"):
+        host, port = tiny.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as client:
+            client.sendall(begun)
+            told = b""
+            while part := client.recv(1000):
+                told += part
+            assert told.count(b'{"status":"ok"}') == begun.count(b"\r\n\r\n")
+    client = send(tiny, LONG)  # a whole one is none of them
+    assert client.recv(10)
+    client.close()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+    with socket.create_connection((host, int(port)), timeout=5) as client:
+        client.sendall(head)
+        told = client.recv(1000)
+        assert told.startswith(b"HTTP/1.1 408") and b"the body was not complete after 0.3 s" in told
 
 
 def test_a_slow_reader_gets_everything_and_holds_up_nobody(tiny: Running) -> None:
@@ -243,6 +268,66 @@ def test_an_engine_that_ended_is_opened_again(open_tiny: Callable[..., LLM]) -> 
         assert "megakernel_model_reloads_total 1.0" in server.client.get("/metrics").text
 
 
+def test_a_device_that_is_gone_while_nothing_runs(open_tiny: Callable[..., LLM]) -> None:
+    """/health says so without a request, until the model is open again. Of real devices: tests/program."""
+    gate, opened = threading.Event(), 0
+
+    def at_the_gate() -> LLM:
+        nonlocal opened
+        opened += 1
+        assert opened == 1 or gate.wait(30)
+        return open_tiny()
+
+    def lost() -> None:
+        raise RankLost(1, "rank 1 (cpu, process 7) is gone, exit status -9")
+
+    body = {"prompt": "a", "max_tokens": 4, "temperature": 0}
+    with serving(at_the_gate) as server:
+        runtime = server.host.model.engine.runtime  # type: ignore[union-attr]
+        runtime.__class__ = type("Several", (Runtime,), {"check_s": 0.1})
+        assert server.post("/v1/completions", **body).status_code == 200
+        time.sleep(0.3)
+        assert server.client.get("/health").status_code == 200
+        runtime.check = lost  # type: ignore[method-assign]
+        server.wait(lambda: server.client.get("/health").json() == {"status": "recovering"}, 1.0)
+        for answer in (server.client.get("/ready"), server.post("/v1/completions", **body)):
+            assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert "megakernel_up 0.0" in server.client.get("/metrics").text
+        gate.set()
+        server.wait(lambda: server.client.get("/health").status_code == 200, 60)
+        assert server.post("/v1/completions", **body).status_code == 200
+
+
+def test_what_runs_when_a_drain_ends_is_told(open_tiny: Callable[..., LLM]) -> None:
+    """An error event in a stream, a status for who waits for a whole answer; then the server is gone."""
+    with serving(open_tiny, drain_timeout_s=0.4) as server:
+        engine = server.host.model.engine  # type: ignore[union-attr]
+        deliver = engine._deliver
+
+        def slowly(*event: Any) -> None:
+            time.sleep(0.02)
+            deliver(*event)
+
+        engine._deliver = slowly  # type: ignore[method-assign]
+        stream, whole = send(server, LONG), send(server, {**LONG, "stream": False})
+        told = stream.recv(10)
+        server.wait(lambda: server.host.outstanding == 2)
+        server.server.handle_exit(signal.SIGTERM, None)
+        began = time.perf_counter()
+        while part := stream.recv(65536):
+            told += part
+        assert 0.3 < time.perf_counter() - began < 1.5
+        engine._deliver = deliver  # type: ignore[method-assign]
+        *_, last = dechunked(told).strip().split(b"\n\n")
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert error["code"] == "shutting_down" and "had not ended 0.4 s later" in error["message"]
+        assert told.count(b"data: ") > 5 and told.endswith(b"0\r\n\r\n")
+        answer = whole.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer and b"shutting_down" in answer
+        stream.close()
+        whole.close()
+
+
 def test_before_the_model_is_ready(open_tiny: Callable[..., LLM]) -> None:
     gate = threading.Event()
 
@@ -259,6 +344,8 @@ def test_before_the_model_is_ready(open_tiny: Callable[..., LLM]) -> None:
         assert server.client.get("/v1/models").status_code == 503 and server.client.get("/metrics").status_code == 200
         gate.set()
         server.wait(lambda: server.client.get("/health").status_code == 200, 60)
+        assert gc.get_freeze_count() > 10_000  # a search for garbage would hold up tokens
+    assert gc.get_freeze_count() == 0
 
 
 def _up(server: Running) -> bool:

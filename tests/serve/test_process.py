@@ -27,7 +27,7 @@ class Child:
 
     def __init__(self, model: Path, cache: Path, *more: str, **environ: str) -> None:
         command = [sys.executable, "-m", "megakernel", "serve", str(model), "--port", "0", "--dtype", "f32",
-                   "--max-slots", "4", "--max-model-len", "512", "--workers", "2", *more]  # fmt: skip
+                   "--max-slots", "4", "--max-model-len", "512", "--workers", "2", "--web", *more]  # fmt: skip
         env = {**os.environ, "MEGAKERNEL_CACHE": str(cache), **environ}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.lines: list[str] = []
@@ -123,11 +123,10 @@ def test_kill_9_under_load_then_start_again(talking: Path, serve_cache: Path) ->
 
 
 def test_what_keeps_it_from_serving_is_said(talking: Path, tmp_path: Path) -> None:
-    with child(tmp_path / "nothing", tmp_path) as server:
-        assert server.ended() == 1
-        assert "error:" in server.said and "nothing" in server.said and "Traceback" not in server.said
     taken = socket.create_server(("127.0.0.1", 0))
-    with child(talking, tmp_path, "--port", str(taken.getsockname()[1])) as server:
-        assert server.ended() == 1
-        assert "cannot listen" in server.said and "Traceback" not in server.said
+    port = str(taken.getsockname()[1])
+    with child(tmp_path / "nothing", tmp_path) as absent, child(talking, tmp_path, "--port", port) as second:
+        assert absent.ended() == second.ended() == 1
+        assert "error:" in absent.said and "nothing" in absent.said and "Traceback" not in absent.said
+        assert "cannot listen" in second.said and "Traceback" not in second.said
     taken.close()

@@ -137,7 +137,7 @@ def caller(
     def make() -> LLM:
         return LLM(
             folder, device=CpuDevice(), settings=Settings(cache=serve_cache), dtype="f32", workers=2, max_context=1536,
-            max_slots=4,
+            max_slots=4, trace=True,
         )  # fmt: skip
 
     with serving(make) as server:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,10 @@ import numpy as np
 import pytest
 
 from megakernel.errors import MegakernelError
-from megakernel.llm import LLM
+from megakernel.serve.options import WEB_STEPS
 from megakernel.serve.strip import MOST_WORKERS, strip_of
 from megakernel.tasks.record import Role
-from tests.serve.server import serving
+from tests.serve.server import Running
 
 pytestmark = pytest.mark.timeout(180)
 EVENT = np.dtype([("worker", "u2"), ("role", "u1"), ("step", "u4"), ("node", "u4"), ("ready", "u8"), ("end", "u8")])
@@ -29,7 +30,6 @@ class Recorded:
 
     workers: int = 3
     role: Role = Role.WORKER
-    empty: bool = False
 
     @property
     def tasks(self) -> Any:
@@ -41,7 +41,7 @@ class Recorded:
 
     @property
     def complete_steps(self) -> tuple[int, ...]:
-        return () if self.empty else (7, 8)
+        return (7, 8)
 
     @property
     def nodes(self) -> Any:
@@ -58,20 +58,17 @@ def test_a_strip_is_the_last_whole_step() -> None:
     json.dumps(many)
 
 
-def test_a_model_that_records_nothing_says_so(open_tiny: Callable[..., LLM]) -> None:
-    with serving(open_tiny, web=True) as server:
-        model: Any = server.host.model
-        model.start_recording = lambda steps: None
-        model.stop_recording = lambda: Recorded(empty=True)
-        for _ in range(2):
-            answer = server.client.get("/timeline")
-            assert answer.status_code == 404 and answer.json()["error"]["code"] == "no_timeline"
+def test_a_model_that_records_nothing_says_so(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.wait(tiny.idle)
+    assert tiny.client.get("/timeline").status_code == 204  # nothing ran
 
-        def refuse(_: int) -> None:
-            raise MegakernelError("built without the timeline")
+    def refuse(_: int) -> None:
+        raise MegakernelError("built without the timeline")
 
-        model.start_recording = refuse
-        assert "built without the timeline" in server.client.get("/timeline").json()["error"]["message"]
+    monkeypatch.setattr(tiny.host.model, "start_recording", refuse)
+    answer = tiny.client.get("/timeline")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "no_timeline"
+    assert "built without the timeline" in answer.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
@@ -94,59 +91,62 @@ INKED = """() => {
 }"""
 
 
-def test_a_conversation_in_a_browser(browser: Any, open_tiny: Callable[..., LLM]) -> None:
-    """Tokens come with their rate and the time of the first; the strip is drawn; nothing breaks the page's rules."""
+@pytest.mark.usefixtures("unhurried")
+def test_a_conversation_in_a_browser(browser: Any, tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come with their rate and the time of the first; the kernel's own timeline is drawn; nothing breaks the
+    page's rules."""
     from playwright.sync_api import expect
 
-    with serving(open_tiny, web=True) as server:
-        model: Any = server.host.model
-        model.start_recording = lambda steps: None
-        model.stop_recording = lambda: Recorded(8)
-        page = browser.new_page()
-        said: list[str] = []
-        page.on("console", lambda message: message.type in ("error", "warning") and said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(server.url)
-        expect(page.locator("#model")).to_have_text("talking")
-        expect(page.locator("#strip")).to_be_hidden()
-        page.locator("summary").click()
-        page.fill("#limit", "300")
-        page.fill("#temperature", "0")
-        page.fill("#text", "Hello <b>you</b>")
-        page.keyboard.press("Enter")
-        expect(page.locator(".assistant small")).to_be_visible(timeout=60_000)
-        assert page.locator(".user").inner_text() == "Hello <b>you</b>"
-        assert float(page.locator("#first").inner_text()) > 0 and float(page.locator("#rate").inner_text()) > 0
-        assert 1 < int(page.locator("#count").inner_text()) <= 300
-        expect(page.locator("#legend")).to_contain_text("step 8")
-        expect(page.locator("#legend")).to_contain_text("mlp.down")
-        assert page.evaluate(INKED)
-        page.click("#clear")
-        assert page.locator(".message").count() == 0
-        gate = threading.Event()
-        held = threading.Thread(target=model.engine.exclusive, args=(lambda _: gate.wait(10),))
-        held.start()  # the next answer waits
+    engine = tiny.host.model.engine  # type: ignore[union-attr]
+    monkeypatch.setattr(engine, "steps_per_launch", WEB_STEPS)
+    page = browser.new_page()
+    said: list[str] = []
+    page.on("console", lambda message: message.type in ("error", "warning") and said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(tiny.url)
+    expect(page.locator("#model")).to_have_text("talking")
+    expect(page.locator("#strip")).to_be_hidden()
+    page.locator("summary").click()
+    page.fill("#limit", "300")
+    page.fill("#temperature", "0")
+    page.fill("#text", "Hello <b>you</b>")
+    page.keyboard.press("Enter")
+    expect(page.locator(".assistant small")).to_be_visible(timeout=60_000)
+    assert page.locator(".user").inner_text() == "Hello <b>you</b>"
+    assert float(page.locator("#first").inner_text()) > 0 and float(page.locator("#rate").inner_text()) > 0
+    assert 1 < int(page.locator("#count").inner_text()) <= 300
+    expect(page.locator("#legend")).to_contain_text(re.compile(r"step \d+: \d+ us, \d+% busy.*attention"))
+    assert page.evaluate(INKED)
+    gate = threading.Event()
+    held = threading.Thread(target=engine.exclusive, args=(lambda _: gate.wait(10),))
+    held.start()  # the next answers wait
+    tiny.wait(tiny.idle)
+    page.click("#clear")
+    assert page.locator(".message").count() == 0
+    for end in ("#send", "#clear", "#send"):  # what was not answered is not asked again
         page.fill("#text", "and on")
-        page.click("#send")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.click("#send")
+        assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "and on"}]
         expect(page.locator("#send")).to_have_text("Stop")
-        server.wait(lambda: server.host.outstanding == 1)
-        page.click("#send")
+        tiny.wait(lambda: tiny.host.outstanding == 1)
+        page.click(end)
         expect(page.locator("#send")).to_have_text("Send")
-        server.wait(lambda: server.host.outstanding == 0)
-        gate.set()
-        held.join()
-        page.close()
-        assert said == []
+        tiny.wait(lambda: tiny.host.outstanding == 0)
+    gate.set()
+    held.join()
+    page.close()
+    assert said == []
 
 
-def test_a_page_that_needs_a_key(browser: Any, open_tiny: Callable[..., LLM]) -> None:
+def test_a_page_that_needs_a_key(browser: Any, tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     from playwright.sync_api import expect
 
-    with serving(open_tiny, web=True, api_keys=("secret",)) as server:
-        page = browser.new_page()
-        page.goto(server.url)
-        expect(page.locator("#model")).to_contain_text("API key")
-        page.locator("summary").click()
-        page.fill("#key", "secret")
-        expect(page.locator("#model")).to_have_text("talking")
-        page.close()
+    monkeypatch.setitem(tiny.host.options.__dict__, "api_keys", ("secret",))
+    page = browser.new_page()
+    page.goto(tiny.url)
+    expect(page.locator("#model")).to_contain_text("API key")
+    page.locator("summary").click()
+    page.fill("#key", "secret")
+    expect(page.locator("#model")).to_have_text("talking")
+    page.close()

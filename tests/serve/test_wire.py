@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -16,8 +17,11 @@ from typing import Any
 
 import pytest
 
+from megakernel.errors import MegakernelError
 from megakernel.llm import LLM
-from megakernel.serve.generation import DIRECT, Bell
+from megakernel.request import Request, Token
+from megakernel.sampling import SamplingParams
+from megakernel.serve.generation import DIRECT, Bell, Generation
 from megakernel.serve.wire import Wire
 from tests.serve.server import Running, serving
 from tests.serve.test_life import dechunked, send
@@ -145,6 +149,30 @@ def test_without_a_descriptor(tiny: Running, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patched:
         patched.setattr(os, "dup", none)
         streamed(tiny, max_tokens=20)
+
+
+def test_a_failure_right_behind_a_token_is_told() -> None:
+    """Both before the loop looks: one wake-up stands for the two."""
+
+    async def told() -> tuple[list[int], str]:
+        made: list[Request] = []
+
+        def submit(ids: Any, params: Any, listen: Any, _: Any) -> Request:
+            made.append(Request(1, tuple(ids), params, 50, (), lambda request: None, listen))
+            return made[0]
+
+        generation, ids = Generation(Bell(asyncio.get_running_loop())), []
+        generation.submit(SimpleNamespace(submit=submit), None, [([1], SamplingParams())], [None])  # type: ignore[arg-type]
+        made[0].put(Token(7), None)
+        made[0].fail(MegakernelError("it broke"))
+        try:
+            async for updates in generation.updates():
+                ids += [token.id for update in updates for token in update.tokens]
+        except MegakernelError as error:
+            return ids, str(error)
+        raise AssertionError("no error")
+
+    assert asyncio.run(asyncio.wait_for(told(), 5)) == ([7], "it broke")
 
 
 @pytest.mark.usefixtures("unhurried")

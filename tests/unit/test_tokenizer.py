@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from megakernel.checkpoint import Tokenizer, fetch_demo, open_checkpoint
 from megakernel.checkpoint.gguf_tokenizer import SPLITS, build_tokenizer
 from megakernel.checkpoint.hugging_face import load_tokenizer
+from megakernel.checkpoint.tokenizer import LONG
 from megakernel.errors import CheckpointError, InvalidRequest
 
 CORPUS = [
@@ -99,6 +100,16 @@ def demo() -> Tokenizer:
 def test_demo_ids_equal_llama_cpp(demo: Tokenizer, row: dict[str, Any]) -> None:
     assert demo.encode(row["text"]) == row["ids"]
     assert streamed(demo, row["ids"], False) == demo.decode(row["ids"], False)
+
+
+def test_long_texts_have_the_ids_of_their_own_way(demo: Tokenizer) -> None:
+    """Those that are encoded while other threads run, as those that are not."""
+    text = "Über 12 Häuser, <|im_start|> and  two   blanks 👩‍🚀.\n" * 100
+    assert len(text) >= LONG
+    for parse in (True, False):
+        raw = demo.raw if parse else demo._literal
+        assert demo.encode(text, False, parse) == raw.encode(text, add_special_tokens=False).ids
+    assert demo.encode(text, False, True) != demo.encode(text, False, False)
 
 
 def test_demo_facts(demo: Tokenizer) -> None:

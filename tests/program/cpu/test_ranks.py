@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megakernel import profile
+from megakernel import profile, ranks
 from megakernel.architectures import random_weights
 from megakernel.builder.build import build_graph, build_program, rank_program
 from megakernel.builder.weights import pack_weights
 from megakernel.checkpoint import open_checkpoint
-from megakernel.errors import DeviceFault, EngineClosed, LoweringError, ProgramError
+from megakernel.errors import DeviceFault, EngineClosed, LoweringError, ProgramError, RankLost
 from megakernel.llm import LLM
 from megakernel.probe import forced_logits
 from megakernel.ranks import ProcessRank, Ranks
@@ -397,6 +397,37 @@ def test_a_killed_process_ends_in_a_report(opened: Open) -> None:
         for _ in range(100):
             llm.generate([PROMPTS[0]], greedy(2))
             time.sleep(0.01)
+
+
+def test_a_process_that_is_killed_while_nothing_runs_ends_the_engine(opened: Open) -> None:
+    """Nobody has to ask for anything before it is known."""
+    llm = opened(tp=2, tp_processes=True, spin_ms=2_000, steps_per_launch=2_000, max_context=4_000)
+    tokens(llm, greedy(4))
+    time.sleep(3 * ranks.CHECK_S)
+    assert not llm.engine.load().recovering
+    os.kill(llm.engine.runtime.others[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    began = time.monotonic()
+    while not llm.engine.load().recovering:
+        assert time.monotonic() - began < 1.5
+        time.sleep(0.01)
+    with pytest.raises(EngineClosed, match=r"rank 1 \(cpu, process \d+\) is gone, exit status -9"):
+        llm.generate([PROMPTS[0]], greedy(2))
+
+
+def test_a_process_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for every call after that, whose answer would come too late for it."""
+    monkeypatch.setattr(ranks, "ANSWER_S", 0.3)
+    rank = ProcessRank(1, QuickDevice(), {})
+    rank.check()
+    os.kill(rank.pid, signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(RankLost, match=r"rank 1 \(cpu, process \d+\) did not answer within 0.3 s"):
+            rank.call("ended")
+    with pytest.raises(RankLost, match="did not answer"):
+        rank.check()
+    began = time.monotonic()
+    rank.close()
+    assert time.monotonic() - began < 5 and not Path(f"/proc/{rank.pid}/cmdline").exists()
 
 
 ORPHANS = """
