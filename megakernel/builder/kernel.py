@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from megakernel.device.device import KernelSource
 from megakernel.target import Target
+from megakernel.tasks.attention import Attention
+from megakernel.tasks.matmul import Matmul
 from megakernel.tasks.record import TILE_ROWS, c_header
 from megakernel.tasks.task import TASKS_FOLDER, TaskNode, all_fields, device_half
 
@@ -24,6 +26,15 @@ def variant_text(node: TaskNode) -> str:
     return f"{node.task.body}<{node.task.config}{node.variant.cpp()}>"
 
 
+def stages_before_pages(nodes: Sequence[TaskNode], target: Target) -> int:
+    """Most units that a worker streams of a product that an attention reads. They are the only ones that some of its
+    warps may not have read when others are at the attention's pages, because that has its input when all before was
+    done. Tiles are dealt evenly, give or take one."""
+    read = {n.tensors["qkv"] for n in nodes if n.task is Attention}
+    products = [n for n in nodes if n.task is Matmul and n.tensors["output"] in read]
+    return max((n.sizes["units"] * (-(-n.tiles // target.workers) + 1) for n in products), default=0)
+
+
 def kernel_source(
     nodes: Sequence[TaskNode], target: Target, *, capacity: int = TILE_ROWS, chaos: bool = False, trace: bool = False
 ) -> KernelSource:
@@ -36,6 +47,7 @@ def kernel_source(
     lines = [
         "// Generated: a list of task variants. The algorithms are in the headers.",
         f"#define MEGAKERNEL_UNITS {max((n.sizes.get('units', 1) for n in nodes), default=1)}  // of the longest input",
+        f"#define MEGAKERNEL_BEFORE_PAGES {stages_before_pages(nodes, target)}  // see `stages_before_pages`",
         f'#include "{ABI_HEADER}"',
         f'#include "megakernel/device/{target.backend}.h"',
         f'#include "megakernel/device/{target.backend}_peer.h"',

@@ -159,8 +159,13 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     c.save();
   }
 
-  // The stages of page `wanted` of the item, or none: nobody waits for a page that is not his. He who does not cannot be a
-  // whole ring ahead, because the group meets before the item's results are published.
+  // Whether a warp that has not read all of the product before may still be a whole ring behind the item's pages, with all
+  // that the ring may hold of both. In a wide step that product has more stages than are counted here.
+  static constexpr bool kMayLag = kWide || MEGAKERNEL_BEFORE_PAGES + kPiecePages * kPageStages > kStages;
+
+  // The stages of page `wanted` of the item, or none: nobody waits for a page that is not his. So he does not know that all
+  // have given back what was in its stage a lap ago. Where one may not have, the pages are given back after the group has
+  // met in the item, and else before.
   MK_DEVICE static Stage take_pages(Consumer& c, const Items& item, uint32_t wanted) {
     Stage stage{};
     const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
@@ -301,8 +306,9 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 #pragma unroll
         for (uint32_t n = 0; n < kValueTiles; n += kTilesAtOnce) weigh<kTilesAtOnce>(p, values + n * 512, out + n * 8, g < rows);
       }
-      if (last) give_back_pages(c, item, first);
+      if (last && !kMayLag) give_back_pages(c, item, first);
       w.sync();
+      if (last && kMayLag) give_back_pages(c, item, first);
       publish_merged(w, f, item, base, rows, tops, sums, 0, kDim);
       return;
     }
@@ -314,8 +320,10 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       if (tile > 0) w.sync();
 #pragma unroll 1
       for (uint32_t n = 0; n < count && stage.keys; ++n) weigh<1>(p, values + (tile + n) * 512, out + n * 8, g < rows);
-      if (tile + count == kValueTiles && last) give_back_pages(c, item, first);
+      const bool read = tile + count == kValueTiles && last;
+      if (read && !kMayLag) give_back_pages(c, item, first);
       w.sync();
+      if (read && kMayLag) give_back_pages(c, item, first);
       publish_merged(w, f, item, base, rows, tops, sums, tile * 8, count * 8);
     }
   }
