@@ -227,9 +227,7 @@ def _ordered(value: Array, tensor: str, manifest: Manifest) -> Array:
     return np.where(order >= 0, value[:, order], np.float32(0))
 
 
-def _finding(
-    program: Program, part: _Part, node: int, tensor: str, got: Array, want: Array, limit: float
-) -> Finding:
+def _finding(program: Program, part: _Part, node: int, tensor: str, got: Array, want: Array, limit: float) -> Finding:
     info = program.manifest.nodes[node]
     with np.errstate(all="ignore"):
         errors = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)

@@ -24,7 +24,8 @@ WRONG = [
     ("device_session", "required: what"), ("device_session time qwen3-0.6b x", "invalid int value: 'x'"),
     ("device_session check tiny", "unknown tiny; known: tiny-llama, tiny-qwen3"), ("timeline", "required: device"),
     ("tp_torch", "required: shape, world"), ("llama_cpp", "required: file, threads, context"),
-    ("gpu --shape nothing", "no published shape 'nothing'"), ("gpu --against nothing", "unknown nothing; known: megakernel, graph"),
+    ("gpu --shape nothing", "no published shape 'nothing'"),
+    ("gpu --against nothing", "unknown nothing; known: megakernel, graph"),
     ("task nothing", "no task declares an operator 'nothing'"), ("cpu --model nothing", "there is no model 'nothing'"),
 ]  # fmt: skip
 
