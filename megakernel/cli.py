@@ -469,13 +469,14 @@ def report(
     rounds: Annotated[int, typer.Option(help="Runs of each context.")] = 3,
     tests: Annotated[Path | None, typer.Option(help="Results of pytest --junitxml to put in.")] = None,
     attach: Annotated[list[Path] | None, typer.Option(help="Another text to put in whole.")] = None,
+    tp: Tp = 1,
     output: Annotated[Path, typer.Option("--output", "-o", help="The new file to write.")] = Path("report.json"),
     as_json: Json = False,
 ) -> None:
     """Collect all about a device into one file to send: versions, correctness, times, timelines, test results."""
     wanted = device_report.Wanted(
         device, tuple(model or ("llama-3.2-1b",)), dtype, tuple(context or (32, 512, 4096)), tokens, rounds, tests,
-        tuple(attach or ()),
+        tuple(attach or ()), tp,
     )  # fmt: skip
     if output.exists():
         raise InvalidRequest(f"--output {output} exists; give a new file or remove it")

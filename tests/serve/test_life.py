@@ -50,6 +50,7 @@ def slow(open_tiny: Callable[..., LLM]) -> Iterator[Running]:
         yield running
 
 
+@pytest.mark.alone
 def test_100_disconnects_then_a_request_within_a_second(tiny: Running) -> None:
     rng = random.Random(1)
     for i in range(100):
@@ -171,6 +172,7 @@ def test_nothing_that_a_user_typed_is_logged(
     assert own and not any("my-secret" in r.getMessage() for r in own)
 
 
+@pytest.mark.alone
 def test_a_fault_fails_what_runs_and_the_next_request_succeeds(open_tiny: Callable[..., LLM]) -> None:
     with serving(lambda: open_tiny(chaos=True, workers=3, spin_ms=300)) as server:
         engine = server.host.model.engine  # type: ignore[union-attr]
@@ -208,6 +210,7 @@ def test_a_fault_fails_what_runs_and_the_next_request_succeeds(open_tiny: Callab
         assert "megakernel_engine_faults_total 1.0" in server.client.get("/metrics").text
 
 
+@pytest.mark.alone
 def test_a_fault_in_the_middle_of_a_stream_is_told_in_it(open_tiny: Callable[..., LLM]) -> None:
     with serving(lambda: open_tiny(chaos=True, workers=3, spin_ms=300)) as server:
         engine = server.host.model.engine  # type: ignore[union-attr]

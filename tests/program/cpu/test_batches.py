@@ -207,6 +207,7 @@ def test_a_budget_keeps_steps_short(opened: Open) -> None:
     assert min(steps[1e-6]) >= 120 > max(min(steps[None]), min(steps[1e6])), steps
 
 
+@pytest.mark.alone
 def test_measured_steps_correct_the_chunk(opened: Open) -> None:
     """A bound of twice a plain step: parts of the prompt end up larger than one row, and most steps keep the bound."""
     llm = opened(max_slots=2, max_rows=256, max_context=3000, share_prefixes=False)

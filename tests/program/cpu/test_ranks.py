@@ -311,6 +311,7 @@ def peer_counter(runtime: Runtime, exchange: int, sender: int) -> int:
     return m.counter_count + exchange * m.ranks + sender
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_lost_push_names_the_devices_and_the_exchange(opened: Open, processes: bool) -> None:
     llm = opened(tp=2, chaos=True, tp_processes=processes, spin_ms=BUDGET_MS)
@@ -333,6 +334,7 @@ def test_a_lost_push_names_the_devices_and_the_exchange(opened: Open, processes:
     assert tokens(llm, greedy(6)) == want and llm.stats().faults == 1
 
 
+@pytest.mark.alone
 def test_a_lost_stamp_names_the_sender(opened: Open) -> None:
     """Rank 1 writes into another buffer: what rank 0 waits for does not come."""
     llm = opened(tp=2, stamped=True, chaos=True, spin_ms=BUDGET_MS)
@@ -351,6 +353,7 @@ def test_a_lost_stamp_names_the_sender(opened: Open) -> None:
     assert tokens(llm, greedy(6)) == want
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_on_one_device_stops_all_and_is_the_one_reported(opened: Open, rank: int) -> None:
     llm = opened(tp=2, chaos=True, workers=2, spin_ms=BUDGET_MS)
@@ -376,6 +379,7 @@ def test_a_fault_on_one_device_stops_all_and_is_the_one_reported(opened: Open, r
     assert tokens(llm, greedy(6)) == want
 
 
+@pytest.mark.alone
 def test_a_killed_process_ends_in_a_report(opened: Open) -> None:
     llm = opened(tp=2, tp_processes=True, spin_ms=2_000, steps_per_launch=2_000, max_context=4_000)
     tokens(llm, greedy(4))
