@@ -442,7 +442,7 @@ def test_one_rank_alone_is_not_run(shared: Open) -> None:
     [
         (0, "tp: expected an integer from 1 to 8, got 0"),
         (9, "tp: expected an integer from 1 to 8, got 9"),
-        (3, r"tp 3: node layers.0.attention has 8 heads on 4 KV heads; expected .*: 1, 2, 4, 8$"),
+        (3, r"tp 3: node layers.0.attention has 8 heads on 4 KV heads; expected .*; possible are 1, 2, 4, 8$"),
     ],
 )
 def test_a_number_that_does_not_fit_is_refused(model: Path, cache: Path, tp: int, message: str) -> None:
