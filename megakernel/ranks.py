@@ -8,6 +8,8 @@ behind a pipe; the kernels do not know which.
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -30,6 +32,10 @@ from megakernel.tasks.record import MAILBOX_ENTRIES, NONE, ExitReason
 WATCH_S = 0.05  # how often the ranks that are not rank 0 are looked at while a launch runs
 STAMP_BITS = 30  # a stamp has 31: see stamp_of in tasks/task.cuh
 START_S = 600.0  # for a process to load its part of the model
+ANSWER_S = 60.0  # for a process to do what takes no longer than to fill its memory
+ENDING_S = (
+    10.0  # beside its own budgets, for one that should be at the end of a launch; a stopped process never answers
+)
 SECOND_HAND = ("peer budget", "header budget")  # faults that another device's fault brings about
 
 
@@ -38,8 +44,8 @@ class Member(Protocol):
 
     name: str
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Raises RankLost, and what the method raises."""
+    def call(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
+        """Raises RankLost, also for no answer in that time, and what the method raises."""
         ...
 
     def close(self) -> None: ...
@@ -52,7 +58,7 @@ class LocalRank:
     runtime: Runtime
     name: str
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
         return getattr(self.runtime, method)(*args)
 
     def close(self) -> None:
@@ -66,6 +72,9 @@ class ProcessRank:
         """`spec`: keyword arguments of `serve_rank`. `start` waits for it."""
         self._rank = rank
         self._pipe, theirs = Pipe()
+        self._silent = False
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:  # what is sent is read, or an OSError
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(ANSWER_S), 0))
         line = [sys.executable, "-m", "megakernel.rank_process", str(theirs.fileno())]
         paths = [path or os.getcwd() for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -82,20 +91,23 @@ class ProcessRank:
         """The runtime is loaded. Raises what its constructor raised, RankLost."""
         self._answer(START_S)
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, within_s: float = ANSWER_S) -> Any:
+        if self._silent:  # a late answer would be taken for that of another question
+            raise RankLost(self._rank, f"{self.name} did not answer before")
         try:
             self._pipe.send((method, args))
         except OSError as e:
             raise self._lost() from e
-        return self._answer(None)
+        return self._answer(within_s)
 
-    def _answer(self, timeout_s: float | None) -> Any:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _answer(self, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
         try:
             while not self._pipe.poll(0.2):
                 if self._process.poll() is not None and not self._pipe.poll(0):
                     raise self._lost()
-                if deadline is not None and time.monotonic() > deadline:
+                if time.monotonic() > deadline:
+                    self._silent = True
                     raise RankLost(self._rank, f"{self.name} did not answer within {timeout_s:g} s")
             good, value = self._pipe.recv()
         except (EOFError, ConnectionError) as e:
@@ -112,8 +124,10 @@ class ProcessRank:
         return RankLost(self._rank, f"{self.name} is gone, exit status {code}")
 
     def close(self) -> None:
-        """The process ends when its pipe does."""
+        """The process ends when its pipe does; one that no longer answers is ended."""
         self._pipe.close()
+        if self._silent:
+            self._process.kill()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -187,7 +201,7 @@ class Ranks(Runtime):
 
     def _watch(self) -> None:
         try:
-            failed = any(self._all("ended"))
+            failed = any(other.call("ended", within_s=self._patience_s) for other in self.others)
         except RankLost as lost:
             self._lost, failed = lost, True
         if failed:
@@ -208,7 +222,7 @@ class Ranks(Runtime):
             self._abort_all()
         for other in self.others:
             try:
-                found[other.name] = other.call("outcome", timeout_s)
+                found[other.name] = other.call("outcome", timeout_s, within_s=self._patience_s)
             except RankLost as lost:
                 self._lost = self._lost or lost
         faults = {name: f for name, f in found.items() if isinstance(f, FaultReport)}
@@ -218,6 +232,11 @@ class Ranks(Runtime):
         if any(r.step != own.step for r in found.values() if isinstance(r, LaunchReport)):
             raise MegakernelError(f"the ranks of {self.manifest.name} ended a launch at different steps: {found}")
         return own
+
+    @property
+    def _patience_s(self) -> float:
+        """For a rank to say something when rank 0 has ended: its own waits are at most one and a half budgets long."""
+        return 2e-9 * self.spin_budget_ns + ENDING_S
 
     def _own_outcome(self, timeout_s: float) -> LaunchReport | FaultReport:
         try:

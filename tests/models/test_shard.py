@@ -123,7 +123,9 @@ def test_the_parts_of_a_matrix_make_up_the_whole(kernels: Kernels) -> None:
 
 def test_columns_that_do_not_divide(kernels: Kernels) -> None:
     """The heads alone would let llama run on 6 devices."""
-    with pytest.raises(LoweringError, match=r"tp 5: node layers.0.glu has 104 columns; .* divides them; possible are 1"):
+    with pytest.raises(
+        LoweringError, match=r"tp 5: node layers.0.glu has 104 columns; .* divides them; possible are 1"
+    ):
         shard(kernels.graphs["olmo2"], 0, 5)
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8, "intermediate_size": 104}
     config = {**find("llama").config().to_dict(), **sizes, "architectures": ["LlamaForCausalLM"]}

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megakernel import profile
+from megakernel import profile, ranks
 from megakernel.architectures import random_weights
 from megakernel.builder.build import build_graph, build_program, rank_program
 from megakernel.builder.weights import pack_weights
@@ -401,6 +401,29 @@ def test_a_killed_process_ends_in_a_report(opened: Open) -> None:
         for _ in range(100):
             llm.generate([PROMPTS[0]], greedy(2))
             time.sleep(0.01)
+
+
+@pytest.mark.alone
+def test_a_stopped_process_ends_in_a_report(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is alive, and never answers."""
+    monkeypatch.setattr(ranks, "ENDING_S", 0.5)
+    llm = opened(tp=2, tp_processes=True, spin_ms=BUDGET_MS, steps_per_launch=2_000, max_context=4_000)
+    runtime = llm.engine.runtime
+    assert isinstance(runtime, Ranks)
+    other = runtime.others[0]
+    assert isinstance(other, ProcessRank)
+    request = llm.engine.submit(PROMPTS[0], greedy(3_900))
+    next(iter(request))
+    began = time.monotonic()
+    os.kill(other.pid, signal.SIGSTOP)
+    with pytest.raises(
+        DeviceFault, match=r"device rank 1: device lost.* rank 1 \(cpu, process \d+\) did not answer within"
+    ):
+        for _ in request:
+            pass
+    llm.close()
+    assert time.monotonic() - began < 10.0
+    assert not Path(f"/proc/{other.pid}").exists()
 
 
 ORPHANS = """
