@@ -246,6 +246,31 @@ def test_an_engine_that_ended_is_opened_again(open_tiny: Callable[..., LLM]) -> 
         assert "megakernel_model_reloads_total 1.0" in server.client.get("/metrics").text
 
 
+def test_an_engine_that_is_ending_takes_no_request(open_tiny: Callable[..., LLM]) -> None:
+    """Its memory may take a while to be free, as that of a rank's process that does not answer."""
+    with serving(open_tiny) as server:
+        engine, gate = server.host.model.engine, threading.Event()  # type: ignore[union-attr]
+        close = engine.runtime.close
+
+        def slowly() -> None:
+            gate.wait(60)
+            close()
+
+        def broken(_: Runtime) -> None:
+            engine.runtime.launch = None  # type: ignore[assignment, method-assign]
+            engine.runtime.close = slowly  # type: ignore[method-assign]
+
+        engine.exclusive(broken)
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code >= 500
+        server.wait(lambda: engine.failed)
+        assert not engine.closed and server.client.get("/health").json() == {"status": "recovering"}
+        refused = server.post("/v1/completions", prompt="a", max_tokens=2)
+        assert refused.status_code == 503 and refused.json()["error"]["message"] == "the model is not ready: recovering"
+        gate.set()
+        server.wait(lambda: server.client.get("/health").status_code == 200, 60)
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
+
+
 def test_before_the_model_is_ready(open_tiny: Callable[..., LLM]) -> None:
     gate = threading.Event()
 
