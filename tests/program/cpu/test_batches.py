@@ -189,6 +189,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(opened: Open) -> None:
     assert short.timings().first_token_s < 0.5 * long.timings().first_token_s
 
 
+@pytest.mark.alone
 def test_a_budget_keeps_steps_short(opened: Open) -> None:
     """A bound that no prompt row fits: one at a time beside the streams; without it as many as there is room for."""
     ids, beside = prompt(7, 120), prompt(8, 3)
