@@ -1,4 +1,5 @@
 // Generated: a list of task variants. The algorithms are in the headers.
+#define MEGAKERNEL_UNITS 1  // of the longest input
 #include "megakernel_abi.h"
 #include "megakernel/device/cpu.h"
 #include "megakernel/device/cpu_peer.h"
@@ -7,6 +8,7 @@
 #include "megakernel/tasks/combine.cuh"
 #include "megakernel/tasks/embedding.cuh"
 #include "megakernel/tasks/matmul.cuh"
+#include "megakernel/tasks/norm.cuh"
 #include "megakernel/tasks/sample.cuh"
 #include MEGAKERNEL_DRIVER
 
