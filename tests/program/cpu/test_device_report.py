@@ -66,6 +66,7 @@ def test_a_whole_report(tiny: Path, cache: Path, tmp_path: Path) -> None:
     assert line[f"timeline {tiny}"].startswith("2 steps of ") and line[f"timeline {tiny}"].endswith(" events")
 
 
+@pytest.mark.slow
 def test_a_report_of_two_devices(cache: Path, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "even", num_attention_heads=8, num_key_value_heads=4, intermediate_size=192)
     result, made = run(tmp_path, cache, "--model", str(path), "--tp", "2", "--dtype", "f32")
