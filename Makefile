@@ -7,9 +7,11 @@
 #   make bench-gpu speed on the GPU, with the Python that PYTHON names (its own torch and cuda packages)
 #
 # PYTHON=python3.12 chooses another Python for .venv; TORCH="torch==2.13.0 --index-url URL" another build of torch.
+# Tests run in TEST_PROCESSES processes, a file in one of them; those marked `alone` follow in one process.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 LLAMA_CPP ?= xllamacpp==2026.10.11549
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -43,11 +45,12 @@ demo: $(VENV)/core
 	$(BIN)/megakernel fetch-demo
 	$(BIN)/megakernel generate demo --chat --max-tokens 96 "Explain in two sentences why the sky is blue."
 
-test: $(VENV)/dev
-	$(BIN)/python -m pytest tests -q -m "not slow"
-
-test-all: $(VENV)/dev
-	$(BIN)/python -m pytest tests -q
+test: SOME := and not slow
+test test-all: $(VENV)/dev
+	@status=0; \
+	$(BIN)/python -m pytest tests -q -m "not alone $(SOME)" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder || status=1; \
+	$(BIN)/python -m pytest $$(grep -rl --include="test_*.py" "mark\.alone" tests) -q -m "alone $(SOME)" || status=1; \
+	exit $$status
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check $(CODE)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench.device_session import admit, loaded, randomise
+from bench.ending import run
 from megakernel.architectures import shape_config
 from megakernel.builder.build import build_program
 from megakernel.device.cuda import CudaDevice
@@ -139,4 +140,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import llama_cpp
+from bench.ending import run
 from bench.plain import Plain
 from megakernel.bench import Contender, Row, compare
 from megakernel.checkpoint import fetch_demo
@@ -112,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,6 +7,7 @@ python -m bench.device_session models qwen3-0.6b llama-3.2-1b --file models.json
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.ending import run
 from megakernel import runtime as runtime_module
 from megakernel.architectures import random_weights, shape_config
 from megakernel.builder.build import build_graph, build_program
@@ -207,20 +209,30 @@ def time_shape(name: str, contexts: Sequence[int], steps: int = 120, **options: 
 
 
 def main(argv: Sequence[str]) -> None:
-    if argv[0] == "models":
+    if argv and argv[0] == "models":
         from bench import models
 
         return models.main(argv[1:])
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench.device_session", description=__doc__, formatter_class=form)
+    what = parser.add_subparsers(dest="what", required=True)
+    what.add_parser("check").add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(TINY)}")
+    times = what.add_parser("time")
+    times.add_argument("shape")
+    times.add_argument("contexts", nargs="*", type=int, default=[32, 512])
+    what.add_parser("models", help="see python -m bench.models --help")
     for word in [a for a in argv if "=" in a]:
         name, value = word.split("=")
         TUNABLES[name] = int(value)
-    argv = [a for a in argv if "=" not in a]
-    if argv[0] == "check":
-        for name in argv[1:] or TINY:
-            check_one(name)
-    elif argv[0] == "time":
-        time_shape(argv[1], [int(c) for c in argv[2:]] or [32, 512])
+    given = parser.parse_args([a for a in argv if "=" not in a])
+    if given.what == "time":
+        return time_shape(given.shape, given.contexts)
+    unknown = sorted(set(given.names) - set(TINY))
+    if unknown:
+        parser.error(f"check: unknown {', '.join(unknown)}; known: {', '.join(TINY)}")
+    for name in given.names or TINY:
+        check_one(name)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(lambda: main(sys.argv[1:]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,11 +20,12 @@ from typing import Annotated, Any
 
 import typer
 
+from bench.ending import run
 from bench.gpu_programs import PROGRAMS, Kernel, Program, Steps
 from megakernel.architectures import shape_config
 from megakernel.bench import step_bytes
 from megakernel.errors import InvalidRequest
-from megakernel.show import errors, reported, table
+from megakernel.show import errors, table
 
 SHAPES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "smollm2-135m")
 CONTEXTS = (32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -148,7 +148,6 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         pyplot.close(figure)
 
 
-@reported
 def main(
     shape: Annotated[list[str] | None, typer.Option(help="Published shape; may be given again. Default: six.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens in the cache; may be given again.")] = None,
@@ -183,4 +182,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(main))
+    run(lambda: typer.run(main))

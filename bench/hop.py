@@ -1,13 +1,18 @@
-"""How long a stamped element takes from one GPU's kernel to another's: two kernels answer each other in turn."""
+"""How long a stamped element takes from one GPU's kernel to another's: two kernels answer each other in turn.
+
+`python -m bench.hop` prints one JSON object; bench.tp has it as a part.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import time
 from typing import Any
 
 import numpy as np
 
+from bench import ending
 from megakernel.device.cuda import CudaDevice
 from megakernel.device.cuda_compiler import checked, open_nvrtc
 
@@ -119,3 +124,7 @@ def _compiled(gpu: CudaDevice) -> bytes:
     cubin = b" " * max(size, 2)
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
+
+
+if __name__ == "__main__":
+    ending.run(lambda: print(json.dumps(hop_us(*ending.nvidia_gpus(2, "bench.hop")))))

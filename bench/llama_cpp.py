@@ -5,6 +5,7 @@ The server runs in a process of its own (`python -m bench.llama_cpp FILE THREADS
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.ending import run
 from megakernel.bench import Run
 
 PACKAGE = "xllamacpp"
@@ -92,11 +94,11 @@ class Server:
         self.close()
 
 
-def serve(model: str, threads: int, context: int) -> None:
+def serve(file: str, threads: int, context: int) -> None:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path = model
+    params.model.path = file
     params.n_ctx = context
     params.n_gpu_layers = 0
     params.n_parallel = 1
@@ -110,4 +112,8 @@ def serve(model: str, threads: int, context: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    parser = argparse.ArgumentParser(prog="python -m bench.llama_cpp", description=__doc__)
+    parser.add_argument("file")
+    parser.add_argument("threads", type=int)
+    parser.add_argument("context", type=int)
+    run(lambda: serve(**vars(parser.parse_args())))

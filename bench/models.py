@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.ending import run
 from megakernel.architectures import (
     NUMPY_DTYPES,
     find_model,
@@ -277,4 +278,4 @@ def size(name: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

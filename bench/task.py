@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.ending import run
 from megakernel.builder.build import build_graph_program
 from megakernel.capture import Captured
 from megakernel.devices import open_device
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

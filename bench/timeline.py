@@ -7,6 +7,7 @@ python -m bench.timeline cuda llama-3.2-1b 32 rows=8 timeline.json         # eig
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.device_session import admit, build, loaded, randomise
+from bench.ending import run
 from megakernel.architectures import shape_config
 from megakernel.builder.build import make_plan
 from megakernel.flow import timeline_of
@@ -137,13 +139,20 @@ def of_gpu(name: str, contexts: Sequence[int], output: Path, rows: int = 1) -> N
 
 
 def main(argv: Sequence[str]) -> None:
-    if argv[0] == "cpu":
-        of_cpu(argv[1])
+    parser = argparse.ArgumentParser(prog="python -m bench.timeline", description=__doc__)
+    devices = parser.add_subparsers(dest="device", required=True)
+    devices.add_parser("cpu").add_argument("model")
+    gpu = devices.add_parser("cuda")
+    gpu.add_argument("shape")
+    gpu.add_argument("context", type=int, nargs="+")
+    gpu.add_argument("output", type=Path)
+    gpu.add_argument("--rows", type=int, default=1, help="sequences in every step; rows=N says the same")
+    given = parser.parse_args([f"--{word}" if word.startswith("rows=") else word for word in argv])
+    if given.device == "cpu":
+        of_cpu(given.model)
     else:
-        rows = [int(word.removeprefix("rows=")) for word in argv if word.startswith("rows=")]
-        contexts = [int(word) for word in argv[2:-1] if not word.startswith("rows=")]
-        of_gpu(argv[1], contexts, Path(argv[-1]), *rows)
+        of_gpu(given.shape, given.context, given.output, given.rows)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(lambda: main(sys.argv[1:]))

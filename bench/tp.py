@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import ending
 from bench.device_session import TINY, admit, generate, random_pack
 from bench.hop import hop_us
 from bench.tp_timeline import exchanges_of_steps
@@ -36,8 +37,6 @@ from megakernel.architectures import random_weights, shape_config
 from megakernel.builder.build import build_graph, build_program, make_plan, rank_program
 from megakernel.device.cuda import CudaDevice
 from megakernel.device.device import Device
-from megakernel.devices import list_devices
-from megakernel.errors import DeviceUnavailable
 from megakernel.flow import timeline_of
 from megakernel.probe import forced_logits
 from megakernel.ranks import LocalRank, Ranks
@@ -45,13 +44,7 @@ from megakernel.runtime import Runtime
 
 SHAPES = ("llama-3.1-8b", "qwen3-8b", "llama-3.1-70b")
 PARTS = ("peers", "hop", "check", "step", "timeline", "torch")
-# Which one GPU cannot hold: 141 GB in bf16. The published shape of Llama-3.1-70B.
-LARGE: Mapping[str, Mapping[str, Any]] = {
-    "llama-3.1-70b": {
-        **shape_config("llama-3.1-8b"), "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-}  # fmt: skip
+LARGE = ("llama-3.1-70b",)  # which one GPU cannot hold: 141 GB in bf16
 CONTEXT, STEPS, WARM_STEPS = 512, 120, 10
 REPEATED, REPEATED_LARGE = 1000, 100  # steps that are run twice
 RECORDED = 4  # steps of a timeline
@@ -61,10 +54,6 @@ BUDGET_NS = 2_000_000_000
 # The comparison uses no multicast either: this project's kernels may not.
 TORCH_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 Say = Callable[[Mapping[str, Any]], None]
-
-
-def config_of(shape: str) -> dict[str, Any]:
-    return dict(LARGE[shape]) if shape in LARGE else shape_config(shape)
 
 
 # ---------------------------------------------------------------------------------------------- programs
@@ -207,7 +196,7 @@ def step(devices: Sequence[CudaDevice], shape: str, options: Mapping[str, Any], 
     for several in (list(devices[:1]), list(devices)) if alone and shape not in LARGE else (list(devices),):
         tp, began = len(several), time.perf_counter()
         room = CONTEXT + max(STEPS, repeated) + WARM_STEPS + 8
-        run = opened(config_of(shape), several, None, room, max_slots=1, **(options if tp > 1 else {}))
+        run = opened(shape_config(shape), several, None, room, max_slots=1, **(options if tp > 1 else {}))
         opened_s = time.perf_counter() - began
         try:
             tokens, gaps = decoded(run, CONTEXT, STEPS + WARM_STEPS)
@@ -241,7 +230,7 @@ def recorded(
     chosen = {"max_slots": 1, **options}
     steps = WARM_STEPS + RECORDED + 2
     room, target = CONTEXT + steps + 8, chosen.get("target", devices[0].target)
-    run = opened(config_of(shape), devices, None, room, trace=True, **chosen)
+    run = opened(shape_config(shape), devices, None, room, trace=True, **chosen)
     try:
         run.reset()
         randomise(run)
@@ -253,7 +242,7 @@ def recorded(
     finally:
         run.close()
     sizes = {"dtype": "bf16", "max_context": room, "max_slots": 1, "tp": len(devices)}
-    plan = make_plan(config_of(shape), target, **sizes)
+    plan = make_plan(shape_config(shape), target, **sizes)
     timeline = timeline_of(recording, program, plan, model=shape, device=devices[0].info.name, options=sizes)
     if file is not None:
         last = timeline.meta.last_step
@@ -320,10 +309,8 @@ def main() -> None:
             say({"part": name, **row})
 
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # nothing may wait for a kernel that waits for another
-    gpus = [d for d in list_devices() if isinstance(d, CudaDevice) and d.availability().usable]
-    if len(gpus) < (1 if args.one_gpu else 2):
-        raise DeviceUnavailable(f"bench.tp: expected two GPUs, got {len(gpus)}; --one-gpu is a stand-in on one")
-    devices = [gpus[0], CudaDevice(gpus[0].info)] if args.one_gpu else gpus[:2]
+    gpus = ending.nvidia_gpus(1 if args.one_gpu else 2, "bench.tp", "" if args.one_gpu else "--one-gpu needs one")
+    devices = [gpus[0], CudaDevice(gpus[0].info)] if args.one_gpu else gpus
     options: dict[str, Any] = {}
     if args.one_gpu:
         whole = gpus[0].target
@@ -348,4 +335,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

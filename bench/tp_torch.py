@@ -6,11 +6,13 @@ bf16, batch 1, static cache, a whole step in a CUDA graph with its NCCL calls. W
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
-import sys
 from typing import Any
+
+from bench import ending
 
 WARM = 10
 
@@ -93,6 +95,7 @@ def main(shape: str, world: int, context: int, steps: int, store: str, rank: int
 
     from megakernel.architectures import shape_config
 
+    ending.nvidia_gpus(world, "bench.tp_torch")
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world)
     with torch.inference_mode():
@@ -124,5 +127,7 @@ def main(shape: str, world: int, context: int, steps: int, store: str, rank: int
 
 
 if __name__ == "__main__":
-    _, name, world_size, tokens, count, where, own = sys.argv
-    main(name, int(world_size), int(tokens), int(count), where, int(own))
+    parser = argparse.ArgumentParser(prog="python -m bench.tp_torch", description=__doc__)
+    for name in ("shape", "world", "context", "steps", "store", "rank"):
+        parser.add_argument(name, type=str if name in ("shape", "store") else int)
+    ending.run(lambda: main(**vars(parser.parse_args())))

@@ -3,12 +3,17 @@
 The program is built so that no two tensors of a step share memory. After the step that ends a prompt every tensor of
 the workspace is there, and the first one that is off names the task, and its largest error the tile and the worker. A
 task that never ends is a fault, which names itself.
+
+On several devices every rank's tensors are compared with what the interpreter computes of the rank's part of the graph.
+What the ranks put together is taken from the whole graph's run: so a rank is not blamed for what another one sent, only
+the task that put a wrong part in, and a wrong split shows where the parts meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +22,14 @@ import numpy.typing as npt
 
 from megakernel.builder.build import build_graph
 from megakernel.builder.program import Manifest, Program
+from megakernel.builder.shard import shard
 from megakernel.errors import CapacityError, InvalidRequest
 from megakernel.graph import Graph, Node
-from megakernel.opening import build, load, target_of
+from megakernel.interpret import Interpreter
+from megakernel.opening import build, load, target_of, workers_of_rank
 from megakernel.origin import Origin, Progress, open_origin
 from megakernel.probe import forced_logits
+from megakernel.ranks import LocalRank, Ranks
 from megakernel.runtime import Runtime
 from megakernel.settings import Settings, read_settings
 
@@ -33,8 +41,10 @@ LIMITS: Mapping[str, float] = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}  # relati
 class Finding:
     """One tensor of the step. `error`: the largest relative error of a row (2-norm); `row`, `column`: where the largest
     single difference is; `got`, `expected` there; `tile` and `worker`: who computes that column, -1 where the tiles of
-    the task do not share out the columns."""
+    the task do not share out the columns. `rank` and `device`: who has the tensor; of one device rank 0."""
 
+    rank: int
+    device: str
     node: str
     task: str
     tensor: str
@@ -62,13 +72,15 @@ def bisect(
     workers: int | None = None,
     limit: float | None = None,
     seed: int = 0,
+    tp: int = 1,
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> tuple[Finding, ...]:
-    """Every tensor of the step that ends the prompt `tokens` (ids, or how many random ones), in the order of the tasks.
+    """Every tensor of the step that ends the prompt `tokens` (ids, or how many random ones), in the order of the tasks,
+    and of each task those of all ranks.
 
-    limit: relative error above which a tensor is bad; None takes that of `dtype`. Raises what opening a model raises,
-    DeviceFault for a task that never ends, MissingExtra without torch."""
+    limit: relative error above which a tensor is bad; None takes that of `dtype`. tp: devices that run the model
+    together. Raises what opening a model raises, DeviceFault for a task that never ends, MissingExtra without torch."""
     from megakernel.devices import open_device
 
     chosen = settings or read_settings()
@@ -77,9 +89,10 @@ def bisect(
     try:
         graph = build_graph(origin.config)
         ids = _prompt(tokens, graph, seed)
+        target = workers_of_rank(target_of(where, None, workers, chosen), tp, workers, chosen)
         program = build(
-            origin, target_of(where, None, workers, chosen), where, chosen, progress, dtype=dtype, max_slots=1,
-            max_context=min(graph.config.max_positions, len(ids) + 1), keep_tensors=True,
+            origin, target, where, chosen, progress, dtype=dtype, max_slots=1,
+            max_context=min(graph.config.max_positions, len(ids) + 1), keep_tensors=True, tp=tp,
         )  # fmt: skip
         runtime = load(program, where, origin, chosen, progress=progress)
         try:
@@ -101,30 +114,59 @@ def _prompt(tokens: Sequence[int] | int, graph: Graph, seed: int) -> list[int]:
 
 
 def compare(runtime: Runtime, graph: Graph, origin: Origin, ids: Sequence[int], limit: float) -> tuple[Finding, ...]:
-    """The findings of one prompt on an open runtime, whose program keeps its tensors and which runs nothing else."""
+    """The findings of one prompt on an open runtime, whose program keeps its tensors and which runs nothing else.
+    `graph`: of the whole model."""
     m = runtime.manifest
     if not m.keeps_tensors:
         raise InvalidRequest(f"program {m.name} reuses the memory of its tensors; build it with keep_tensors")
     forced_logits(runtime, ids, len(ids) - 1)
-    everything = slice(None)
-    values = graph.interpret(lambda name: origin.read(name, m.dtype, everything), ids, keep="all")
-    expected = {name: np.asarray(value, np.float32) for name, value in values.items()}
-    expected |= _projections(graph, expected, m)
+    read = partial(_whole, origin, m.dtype)
+    whole = graph.interpret(read, ids, keep="all")
     first = (len(ids) - 1) // m.max_rows * m.max_rows  # of the tokens in the last step
-    found = []
-    for node, tensor in _written(runtime.program):
-        if tensor not in expected or m.tensor(tensor).dtype != "f32":
-            continue
-        want = expected[tensor][-1:] if tensor == graph.output else expected[tensor][first:]
-        got = runtime.tensor(tensor)[: len(want), : want.shape[1]]
-        found.append(_finding(runtime.program, node, tensor, got, want, limit))
-    return tuple(found)
+    written = [(n, t) for n, info in enumerate(m.nodes) for t in info.writes if m.tensor(t).dtype == "f32"]
+    found: list[tuple[int, Finding]] = []
+    for part in _parts(runtime):
+        expected = _expected(graph, part, read, whole, ids)
+        for node, tensor in written:
+            if tensor not in expected:
+                continue
+            want = expected[tensor][-1:] if tensor.removesuffix(".part") == graph.output else expected[tensor][first:]
+            got = part.tensor(tensor)[: len(want), : want.shape[1]]
+            found.append((node, _finding(runtime.program, part, node, tensor, got, want, limit)))
+    return tuple(f for _, f in sorted(found, key=lambda pair: pair[0]))  # stable: of a node the ranks in order
 
 
-def _written(program: Program) -> list[tuple[int, str]]:
-    """(node, tensor it writes), in the order of the nodes."""
-    m = program.manifest
-    return [(n, t) for n, info in enumerate(m.nodes) for t in info.writes]
+@dataclass(frozen=True)
+class _Part:
+    """One device's share of a runtime."""
+
+    rank: int
+    device: str
+    manifest: Manifest
+    tensor: Callable[[str], npt.NDArray[Any]]
+
+
+def _parts(runtime: Runtime) -> Iterator[_Part]:
+    yield _Part(0, runtime.device.name, runtime.manifest, runtime.tensor)
+    for rank, other in enumerate(runtime.others if isinstance(runtime, Ranks) else (), 1):
+        assert isinstance(other, LocalRank), other.name
+        yield _Part(rank, other.runtime.device.name, other.runtime.manifest, other.runtime.tensor)
+
+
+def _whole(origin: Origin, dtype: str, name: str) -> Any:
+    return origin.read(name, dtype, slice(None))
+
+
+def _expected(
+    graph: Graph, part: _Part, read: Callable[[str], Any], whole: Mapping[str, Any], ids: Sequence[int]
+) -> dict[str, Array]:
+    """The tensors that a rank should have. What the ranks put together is that of the whole graph."""
+    mine = shard(graph, part.rank, part.manifest.ranks)
+    made: Mapping[str, Any] = whole
+    if mine is not graph:
+        made = Interpreter(mine, read, exchange=lambda node, _part: whole[node.output]).step(ids, keep="all")
+    values = {name: np.asarray(value, np.float32) for name, value in made.items()}
+    return values | _projections(mine, values, part.manifest)
 
 
 def _projections(graph: Graph, values: Mapping[str, Array], manifest: Manifest) -> dict[str, Array]:
@@ -185,7 +227,7 @@ def _ordered(value: Array, tensor: str, manifest: Manifest) -> Array:
     return np.where(order >= 0, value[:, order], np.float32(0))
 
 
-def _finding(program: Program, node: int, tensor: str, got: Array, want: Array, limit: float) -> Finding:
+def _finding(program: Program, part: _Part, node: int, tensor: str, got: Array, want: Array, limit: float) -> Finding:
     info = program.manifest.nodes[node]
     with np.errstate(all="ignore"):
         errors = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
@@ -194,8 +236,8 @@ def _finding(program: Program, node: int, tensor: str, got: Array, want: Array, 
     tile = column // info.tile_cols if info.tile_cols else -1
     error = float(np.nan_to_num(errors, nan=np.inf).max())
     return Finding(
-        info.name, info.task, tensor, info.layer, error, limit, row, column, float(got[row, column]),
-        float(want[row, column]), tile, _worker(program, node, tile),
+        part.rank, part.device, info.name, info.task, tensor, info.layer, error, limit, row, column,
+        float(got[row, column]), float(want[row, column]), tile, _worker(program, node, tile),
     )  # fmt: skip
 
 

@@ -357,37 +357,45 @@ def bisect_command(
         float | None, typer.Option(help="Relative error above which a tensor is bad; by default that of the dtype.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the random tokens, and of a shape's random weights.")] = 0,
+    tp: Tp = 1,
     every: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the bad ones.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a step on the device, compare every tensor with the interpreter, and name the first bad task.
 
-    Ends with 1 when there is one. Needs the extra [torch]."""
+    With --tp those of every device with its part of the model. Ends with 1 when one is bad. Needs the extra [torch]."""
     from megakernel.bisect import bisect
 
     prompt = _ids(token_ids) if token_ids is not None else tokens
     with Stages(as_json) as progress:
         found = bisect(
-            model, device=device, dtype=dtype, tokens=prompt, workers=workers, limit=limit, seed=seed, progress=progress
-        )
+            model, device=device, dtype=dtype, tokens=prompt, workers=workers, limit=limit, seed=seed, tp=tp,
+            progress=progress,
+        )  # fmt: skip
     bad = [f for f in found if f.bad]
     shown = found if every else bad
     if as_json:
         for f in shown:
             emit({**asdict(f), "bad": f.bad})
-        emit({"tensors": len(found), "bad": len(bad), "first_bad": bad[0].node if bad else None})
+        emit({
+            "tensors": len(found), "bad": len(bad), "first_bad": bad[0].node if bad else None,
+            "first_bad_rank": bad[0].rank if bad else None,
+        })  # fmt: skip
     elif shown:
+        ranks = ("rank",) if tp > 1 else ()
         table(
-            ("node", "task", "error", "limit", "row", "column", "got", "expected", "tile", "worker"),
+            (*ranks, "node", "task", "error", "limit", "row", "column", "got", "expected", "tile", "worker"),
             [
-                (f.node, f.task, f"{f.error:.1e}{' BAD' if f.bad else ''}", f"{f.limit:.0e}", f.row, f.column,
-                 f"{f.got:.6g}", f"{f.expected:.6g}", f.tile if f.tile >= 0 else "", f.worker if f.worker >= 0 else "")
+                (*(f.rank for _ in ranks), f.node, f.task, f"{f.error:.1e}{' BAD' if f.bad else ''}", f"{f.limit:.0e}",
+                 f.row, f.column, f"{f.got:.6g}", f"{f.expected:.6g}", f.tile if f.tile >= 0 else "",
+                 f.worker if f.worker >= 0 else "")
                 for f in shown
             ],
         )  # fmt: skip
     if bad:
         b = bad[0]
-        errors.print(f"the first bad task is {b.task} of {b.node}; {len(bad)} of {len(found)} tensors are bad")
+        where = f" on rank {b.rank} ({b.device})" if tp > 1 else ""
+        errors.print(f"the first bad task is {b.task} of {b.node}{where}; {len(bad)} of {len(found)} tensors are bad")
         raise typer.Exit(1)
     errors.print(f"all {len(found)} tensors agree; the largest error is {max(f.error for f in found):.1e}")
 
@@ -461,13 +469,14 @@ def report(
     rounds: Annotated[int, typer.Option(help="Runs of each context.")] = 3,
     tests: Annotated[Path | None, typer.Option(help="Results of pytest --junitxml to put in.")] = None,
     attach: Annotated[list[Path] | None, typer.Option(help="Another text to put in whole.")] = None,
+    tp: Tp = 1,
     output: Annotated[Path, typer.Option("--output", "-o", help="The new file to write.")] = Path("report.json"),
     as_json: Json = False,
 ) -> None:
     """Collect all about a device into one file to send: versions, correctness, times, timelines, test results."""
     wanted = device_report.Wanted(
         device, tuple(model or ("llama-3.2-1b",)), dtype, tuple(context or (32, 512, 4096)), tokens, rounds, tests,
-        tuple(attach or ()),
+        tuple(attach or ()), tp,
     )  # fmt: skip
     if output.exists():
         raise InvalidRequest(f"--output {output} exists; give a new file or remove it")

@@ -25,16 +25,19 @@ import numpy.typing as npt
 from megakernel import bench, profile
 from megakernel.architectures import random_weights
 from megakernel.builder.build import build_graph, build_program, make_plan
+from megakernel.builder.shard import check_ranks
+from megakernel.checkpoint import GenerationDefaults
 from megakernel.device.device import Device
 from megakernel.devices import find_device, list_devices, open_device
 from megakernel.errors import InvalidRequest, MegakernelError
 from megakernel.llm import LLM
-from megakernel.origin import open_origin
+from megakernel.opening import load, workers_of_rank
+from megakernel.origin import Origin, open_origin
 from megakernel.probe import forced_logits
 from megakernel.report import analysis
-from megakernel.runtime import Runtime
 from megakernel.scheduler.simulate import share_of_hops, simulate
 from megakernel.settings import Settings
+from megakernel.target import Target
 
 FORMAT = "megakernel device report 1"
 PACKAGES = (
@@ -54,7 +57,8 @@ RECORDED_STEPS = 2  # of a timeline: a few megabytes of text on a device of 304 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to collect. `tests`: a JUnit file of pytest; `attach`: texts to put in whole. Raises InvalidRequest."""
+    """What to collect. `tests`: a JUnit file of pytest; `attach`: texts to put in whole; `tp`: devices from `device` on
+    that compute the check and run each model together. Raises InvalidRequest, LoweringError."""
 
     device: str
     models: tuple[str, ...] = ()
@@ -64,11 +68,13 @@ class Wanted:
     rounds: int = 3
     tests: Path | None = None
     attach: tuple[Path, ...] = ()
+    tp: int = 1
 
     def __post_init__(self) -> None:
         """Found now, not after a minute of building."""
         if self.dtype not in bench.DTYPE_BYTES:
             raise InvalidRequest(f"--dtype {self.dtype}: expected one of {', '.join(bench.DTYPE_BYTES)}")
+        check_ranks(self.tp)
         for option, value, least in (
             ("--tokens", self.tokens, 2), ("--rounds", self.rounds, 1), *(("--context", c, 1) for c in self.contexts),
         ):  # fmt: skip
@@ -89,7 +95,7 @@ def collect(wanted: Wanted, settings: Settings, say: Callable[[str], None]) -> d
         "devices": _devices,
     }
     if usable:
-        parts["check"] = lambda: check(device, settings)
+        parts["check"] = lambda: check(device, settings, wanted.tp)
         for m in wanted.models:
             parts[f"time {m}"] = lambda m=m: _time(m, device, wanted, settings)  # type: ignore[misc]
             parts[f"timeline {m}"] = lambda m=m: _timeline(m, device, wanted)  # type: ignore[misc]
@@ -172,26 +178,33 @@ def _devices() -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------------------ is it right
-def check(device: Device, settings: Settings) -> dict[str, Any]:
-    """Logits of a small random model against the CPU device, twice, and what was compiled and observed for them."""
-    first, again, facts, code = _logits(device, settings)
-    expected, _, _, _ = _logits(open_device("cpu"), settings)
+def check(device: Device, settings: Settings, tp: int = 1) -> dict[str, Any]:
+    """Logits of a small random model against one CPU device, twice, and what was compiled and observed for them."""
+    config = {**CHECKED, **({"num_attention_heads": 2 * tp, "num_key_value_heads": tp} if tp > 1 else {})}
+    config["intermediate_size"] = -(-CHECKED["intermediate_size"] // tp) * tp
+    first, again, facts, code = _logits(device, settings, config, tp)
+    expected, _, _, _ = _logits(open_device("cpu"), settings, config, 1)
     error = np.linalg.norm(first - expected, axis=1) / np.linalg.norm(expected, axis=1)
     return {
-        "compared with": "the CPU device", "tokens": TOKENS, "largest relative error": float(error.max()),
+        "compared with": "the CPU device", "devices": tp, "tokens": TOKENS,
+        "largest relative error": float(error.max()),
         "same token": float((first.argmax(1) == expected.argmax(1)).mean()),
         "same bits twice": bool((first.view(np.uint32) == again.view(np.uint32)).all()),
         "finite": bool(np.isfinite(first).all()), "last launch": facts, "code": code,
     }  # fmt: skip
 
 
-def _logits(device: Device, settings: Settings) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], Any, Any]:
+def _logits(
+    device: Device, settings: Settings, config: Mapping[str, Any], tp: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], Any, Any]:
     program = build_program(
-        CHECKED, device.target, device, cache=settings.cache, dtype="bf16", max_slots=1, max_context=256
-    )
-    weights = random_weights(build_graph(CHECKED), seed=1, dtype="bf16")
-    ids = [int(i) for i in np.random.default_rng(0).integers(0, CHECKED["vocab_size"], TOKENS)]
-    run = Runtime(program, device, weights.read, spin_budget_ns=settings.spin_budget_ns)
+        config, _target(device, tp, settings), device, cache=settings.cache, dtype="bf16", max_slots=1, max_context=256,
+        tp=tp,
+    )  # fmt: skip
+    weights = random_weights(build_graph(config), seed=1, dtype="bf16")
+    ids = [int(i) for i in np.random.default_rng(0).integers(0, config["vocab_size"], TOKENS)]
+    origin = Origin("check", config, weights.read, None, GenerationDefaults())
+    run = load(program, device, origin, settings)
     try:
         first = forced_logits(run, ids, LAST_PROMPT)
         run.reset()
@@ -201,12 +214,16 @@ def _logits(device: Device, settings: Settings) -> tuple[npt.NDArray[np.float32]
         run.close()
 
 
+def _target(device: Device, tp: int, settings: Settings) -> Target:
+    return workers_of_rank(device.target, tp, None, settings)
+
+
 # ------------------------------------------------------------------------------------------ is it fast
 def _time(model: str, device: Device, wanted: Wanted, settings: Settings) -> dict[str, Any]:
     """Measured times beside what the cost model predicted of them."""
     rows = bench.compare(
         model, device=device.name, dtype=wanted.dtype, contexts=wanted.contexts, tokens=wanted.tokens,
-        rounds=wanted.rounds, against=["none"],
+        rounds=wanted.rounds, against=["none"], tp=wanted.tp,
     )  # fmt: skip
     measured = [asdict(row) for row in rows]
     return {"measured": measured, "predicted": _predicted(model, device, wanted, settings)}
@@ -215,11 +232,12 @@ def _time(model: str, device: Device, wanted: Wanted, settings: Settings) -> dic
 def _predicted(model: str, device: Device, wanted: Wanted, settings: Settings) -> list[dict[str, Any]]:
     config = open_origin(model, dtype=wanted.dtype, cache=settings.cache).config
     longest = max(wanted.contexts) + wanted.tokens + 1
-    made = make_plan(config, device.target, dtype=wanted.dtype, max_slots=1, max_context=longest)
+    goal = _target(device, wanted.tp, settings)
+    made = make_plan(config, goal, dtype=wanted.dtype, max_slots=1, max_context=longest, tp=wanted.tp)
     return [
         {
-            "context": c, "us_per_token": simulate(made.schedule, device.target, c).makespan_us,
-            "share of hops": share_of_hops(made.schedule, device.target, c), "figures": device.target.source,
+            "context": c, "us_per_token": simulate(made.schedule, goal, c).makespan_us,
+            "share of hops": share_of_hops(made.schedule, goal, c), "figures": goal.source,
         }
         for c in wanted.contexts
     ]  # fmt: skip
@@ -231,7 +249,7 @@ def _timeline(model: str, device: Device, wanted: Wanted) -> dict[str, Any]:
     context = min(wanted.contexts)
     with LLM(
         model, device=device.name, dtype=wanted.dtype, max_slots=1, trace=True,
-        max_context=profile.room(RECORDED_STEPS, context),
+        max_context=profile.room(RECORDED_STEPS, context), tp=wanted.tp,
     ) as llm:  # fmt: skip
         made = profile.record(llm, RECORDED_STEPS, context)
     fault = made.meta.fault

@@ -281,6 +281,11 @@ class Engine:
         """Whether the driver has ended and the memory is free."""
         return not self._thread.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended it; no request gets in any more, and soon it is closed."""
+        return self._failure is not None
+
     def close(self, timeout_s: float = 120.0) -> None:
         """Fail what still runs with EngineClosed, end the kernel, free its memory. Idempotent."""
         with self._changed:

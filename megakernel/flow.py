@@ -123,7 +123,7 @@ def _completed(events: Events, schedule: Schedule, edges: Edges) -> Events:
         events[name] = np.maximum(events[name], events[before])
     events["published"][~cut] = np.maximum(events["published"], events["end"])[~cut]
     events["flags"][np.isin(events["node"], list(schedule.ticketed))] |= np.uint8(TraceFlag.TICKET)
-    _name_waits(events, schedule, edges)
+    _name_waits(events, edges)
     steps = events["role"] == Role.CONTROL
     events["longest_wait"][steps] = (events["ready"] - events["start"])[steps]
     order = np.lexsort((events["start"], events["role"], events["worker"]))
@@ -131,18 +131,22 @@ def _completed(events: Events, schedule: Schedule, edges: Edges) -> Events:
     return out
 
 
-def _name_waits(events: Events, schedule: Schedule, edges: Edges) -> None:
-    """A wait for values is all the time until they were there, for the node that writes them."""
+def _name_waits(events: Events, edges: Edges) -> None:
+    """A wait for values is all the time until they were there, for the node that writes them: the last one of them."""
     by_value = edges[edges["kind"] == VALUE]
-    source: dict[int, int] = {}
-    waiting = waiters(events) & (events["longest_wait"] == 0) & (events["ready"] > events["start"])
-    for edge in by_value:
-        source[int(edge["consumer"])] = max(source.get(int(edge["consumer"]), 0), int(edge["producer"]))
-    for node, producer in source.items():
-        mine = waiting & (events["node"] == node)
-        events["longest_wait"][mine] = (events["ready"] - events["start"])[mine]
-        events["longest_wait_counter"][mine] = producer
-        events["flags"][mine] |= np.uint8(TraceFlag.BY_VALUE)
+    if not len(by_value):
+        return
+    consumers, of_edge = np.unique(by_value["consumer"], return_inverse=True)
+    last = np.zeros(len(consumers), by_value["producer"].dtype)
+    np.maximum.at(last, of_edge, by_value["producer"])
+    waited = events["longest_wait"] == 0
+    waiting = np.flatnonzero(waiters(events) & waited & (events["ready"] > events["start"]))
+    at = np.minimum(np.searchsorted(consumers, events["node"][waiting]), len(consumers) - 1)
+    known = consumers[at] == events["node"][waiting]
+    mine, at = waiting[known], at[known]
+    events["longest_wait"][mine] = events["ready"][mine] - events["start"][mine]
+    events["longest_wait_counter"][mine] = last[at]
+    events["flags"][mine] |= np.uint8(TraceFlag.BY_VALUE)
 
 
 # ---------------------------------------------------------------------------------------------- graph

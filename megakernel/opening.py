@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from megakernel.builder.build import build_program, rank_program
 from megakernel.builder.program import Program
 from megakernel.device.device import Device
 from megakernel.devices import find_device, list_devices, open_device
-from megakernel.errors import DeviceUnavailable, ProgramError
+from megakernel.errors import CapacityError, DeviceUnavailable, ProgramError
 from megakernel.origin import Origin, Progress, open_origin
 from megakernel.ranks import LocalRank, Member, ProcessRank, Ranks, rank_devices
 from megakernel.runtime import Runtime
@@ -130,7 +131,8 @@ def load(
     """Allocate and pack; `progress` gets stage "pack" with bytes. Of a program of several ranks all are loaded.
 
     processes: the model's name, when every other rank is to be a process of its own, which opens it with `seed`.
-    devices: one for each rank; default: `device` and those after it."""
+    devices: one for each rank; default: `device` and those after it. Raises what Runtime does, CapacityError for ranks
+    on one processor that need more than its memory, RankLost, DeviceUnavailable."""
     done, total = 0, program.manifest.weights_bytes
 
     def count(written: int) -> None:
@@ -144,6 +146,8 @@ def load(
     if m.ranks == 1:
         return Runtime(program, device, origin.read, **options, progress=count)
     where = list(devices or rank_devices(device, m.ranks, list_devices))
+    if device.target.backend == "cpu":
+        check_shared_memory(program, physical_memory())
     others: list[Member] = []
     started: list[ProcessRank] = []
     first: Ranks | None = None
@@ -173,6 +177,23 @@ def load(
         if first is not None:
             first.close()
         raise
+
+
+def physical_memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_shared_memory(program: Program, have: int) -> None:
+    """Raises CapacityError when all ranks' weights and workspaces, which every one of them writes, are more than `have`
+    bytes. The system grants each what it would grant one alone, and later ends the process."""
+    m = program.manifest
+    each = m.weights_bytes + m.workspace_bytes * m.workspace_copies
+    if m.ranks * each > have:
+        raise CapacityError(
+            f"program {m.name} does not fit this machine: {m.ranks} ranks on the processor need {each:,} bytes each "
+            f"for weights and workspace, {m.ranks * each:,} together; it has {have:,}"
+        )
 
 
 def _built_for(program: Program, device: Device) -> Target:

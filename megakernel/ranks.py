@@ -8,6 +8,8 @@ behind a pipe; the kernels do not know which.
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -31,7 +33,8 @@ WATCH_S = 0.05  # how often the ranks that are not rank 0 are looked at while a 
 STAMP_BITS = 30  # a stamp has 31: see stamp_of in tasks/task.cuh
 CHECK_S = 0.5  # and between launches, when they are processes
 START_S = 600.0  # for a process to load its part of the model
-ANSWER_S = 60.0  # for it to do anything else, beside the time that it was given for it
+ANSWER_S = 60.0  # for a process to do what takes no longer than to fill its memory
+ENDING_S = 10.0  # beside its own budgets, for one that should be at the end of a launch; a stopped one never answers
 SECOND_HAND = ("peer budget", "header budget")  # faults that another device's fault brings about
 
 
@@ -40,8 +43,8 @@ class Member(Protocol):
 
     name: str
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Raises RankLost, and what the method raises."""
+    def call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
+        """Raises RankLost, also for no answer in that time (ANSWER_S by default), and what the method raises."""
         ...
 
     def check(self) -> None:
@@ -58,7 +61,7 @@ class LocalRank:
     runtime: Runtime
     name: str
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
         return getattr(self.runtime, method)(*args)
 
     def check(self) -> None: ...
@@ -75,6 +78,8 @@ class ProcessRank:
         self._rank = rank
         self._gone: RankLost | None = None
         self._pipe, theirs = Pipe()
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:  # what is sent is read, or an OSError
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(ANSWER_S), 0))
         line = [sys.executable, "-m", "megakernel.rank_process", str(theirs.fileno())]
         paths = [path or os.getcwd() for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -91,14 +96,14 @@ class ProcessRank:
         """The runtime is loaded. Raises what its constructor raised, RankLost."""
         self._answer(START_S)
 
-    def call(self, method: str, *args: Any) -> Any:
-        if self._gone is not None:
+    def call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
+        if self._gone is not None:  # a late answer would be taken for that of another question
             raise self._gone
         try:
             self._pipe.send((method, args))
         except OSError as e:
             raise self._lost() from e
-        return self._answer(ANSWER_S + (args[0] if method == "outcome" else 0.0))
+        return self._answer(ANSWER_S if within_s is None else within_s)
 
     def check(self) -> None:
         if self._gone is not None or self._process.poll() is not None:
@@ -110,7 +115,7 @@ class ProcessRank:
             while not self._pipe.poll(0.2):
                 if self._process.poll() is not None and not self._pipe.poll(0):
                     raise self._lost()
-                if time.monotonic() > deadline:  # an answer that still comes would be taken for that of another call
+                if time.monotonic() > deadline:
                     self._gone = RankLost(self._rank, f"{self.name} did not answer within {timeout_s:g} s")
                     raise self._gone
             good, value = self._pipe.recv()
@@ -130,7 +135,7 @@ class ProcessRank:
         return self._gone
 
     def close(self) -> None:
-        """The process ends when its pipe does; one that does not answer is killed."""
+        """The process ends when its pipe does; one that no longer answers is ended."""
         self._pipe.close()
         if self._gone is not None:
             self._process.kill()
@@ -215,7 +220,7 @@ class Ranks(Runtime):
 
     def _watch(self) -> None:
         try:
-            failed = any(self._all("ended"))
+            failed = any(other.call("ended", within_s=self._patience_s) for other in self.others)
         except RankLost as lost:
             self._lost, failed = lost, True
         if failed:
@@ -236,7 +241,7 @@ class Ranks(Runtime):
             self._abort_all()
         for other in self.others:
             try:
-                found[other.name] = other.call("outcome", timeout_s)
+                found[other.name] = other.call("outcome", timeout_s, within_s=self._patience_s)
             except RankLost as lost:
                 self._lost = self._lost or lost
         faults = {name: f for name, f in found.items() if isinstance(f, FaultReport)}
@@ -246,6 +251,11 @@ class Ranks(Runtime):
         if any(r.step != own.step for r in found.values() if isinstance(r, LaunchReport)):
             raise MegakernelError(f"the ranks of {self.manifest.name} ended a launch at different steps: {found}")
         return own
+
+    @property
+    def _patience_s(self) -> float:
+        """For a rank to say something when rank 0 has ended: its own waits are at most one and a half budgets long."""
+        return 2e-9 * self.spin_budget_ns + ENDING_S
 
     def _own_outcome(self, timeout_s: float) -> LaunchReport | FaultReport:
         try:

@@ -119,8 +119,11 @@ def _publish(work: Path, entry: Path) -> Path:
         if e.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise BuildError(f"cannot publish the compiled kernel to {entry}: {e.strerror}") from e
         found = try_load(entry)  # another process was first; its result is the same
-        if found is None:
-            os.rename(work, entry)
+        if found is None:  # it was damaged, and is removed
+            with contextlib.suppress(OSError):  # unless another process was first again
+                os.rename(work, entry)
+            if try_load(entry) is None:
+                raise BuildError(f"cannot publish the compiled kernel to {entry}: {e.strerror}") from e
     return entry / "kernel.bin"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -230,8 +231,13 @@ class Program:
             (work / "sums.json").write_text(json.dumps(sums))
             os.chmod(work, 0o755)
             os.rename(work, final)
-        except BaseException:
+        except BaseException as e:
             shutil.rmtree(work, ignore_errors=True)
+            if isinstance(e, OSError) and e.errno in (
+                errno.EEXIST,
+                errno.ENOTEMPTY,
+            ):  # by another process
+                raise ProgramError(f"{final} exists; give a new folder or remove it") from e
             raise
         return final
 

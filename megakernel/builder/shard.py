@@ -42,7 +42,18 @@ def shard(graph: Graph, rank: int, ranks: int) -> Graph:
         raise LoweringError(
             f"tp {ranks}: only a model that ends in logits runs on several devices, got {graph.output!r}"
         )
-    return _Sharder(graph, rank, ranks).run()
+    try:
+        return _Sharder(graph, rank, ranks).run()
+    except LoweringError as e:
+        fits = ", ".join(str(n) for n in range(1, MAX_RANKS + 1) if _divides(graph, n))
+        raise LoweringError(f"{e}; possible are {fits}") from None
+
+
+def _divides(graph: Graph, ranks: int) -> bool:
+    try:
+        return ranks == 1 or bool(_Sharder(graph, 0, ranks).run().nodes)
+    except LoweringError:
+        return False
 
 
 def check_ranks(ranks: object) -> None:
@@ -106,7 +117,7 @@ class _Sharder:
             return Span(r * own, (r + 1) * own), Span(at, at + 1)
         raise LoweringError(
             f"tp {n}: node {node.name} has {heads} heads on {kv_heads} KV heads; expected a number of devices that "
-            f"divides the KV heads, or one that they divide and that divides the heads: {_choices(heads, kv_heads)}"
+            "divides the KV heads, or one that they divide and that divides the heads"
         )
 
     def _mlp(self, node: Node) -> None:
@@ -231,8 +242,3 @@ def _rows(source: WeightSlice, span: Span) -> WeightSlice:
     first, last = span.first // source.block, span.stop // source.block - 1
     start = source.start + first * source.stride
     return replace(source, start=start, stop=source.start + last * source.stride + source.block)
-
-
-def _choices(heads: int, kv_heads: int) -> str:
-    fits = [n for n in range(1, MAX_RANKS + 1) if kv_heads % n == 0 or (n % kv_heads == 0 and heads % n == 0)]
-    return ", ".join(map(str, fits))

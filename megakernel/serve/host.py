@@ -113,7 +113,7 @@ class Host:
             return "failed"
         if model is None:
             return "loading"
-        if model.engine.closed or model.engine.load().recovering:
+        if model.engine.closed or model.engine.failed or model.engine.load().recovering:
             return "recovering"
         return "draining" if self.draining else "ok"
 
@@ -128,8 +128,9 @@ class Host:
         state = self.state
         if state in ("ok", "draining") and self.model is not None:
             return self.model
-        if state == "recovering" and self.model is not None and not self.model.engine.closed:
-            return self.model  # the engine queues while it cleans up
+        model = self.model
+        if state == "recovering" and model is not None and not (model.engine.closed or model.engine.failed):
+            return model  # the engine queues while it cleans up
         raise ApiError(
             503, f"the model is not ready: {state}", kind="service_unavailable", code="not_ready", retry_after_s=1
         )

@@ -22,7 +22,7 @@ from megakernel.probe import forced_logits
 from megakernel.runtime import Runtime
 from tests.gpu.machine import MODELS, NAME, needs_device, opened, prompts
 
-pytestmark = [needs_device]
+pytestmark = [needs_device, pytest.mark.alone]
 MARGIN = 0.2  # of the two largest float32 logits; above it every correct bf16 path gives the same token
 
 

@@ -21,7 +21,11 @@ from tests.gpu.machine import MODELS, NAME, SEED, needs_device, prompts
 DEVICES: list[Device] = [d for d in list_devices() if d.name.split(":")[0] == NAME and d.availability().usable]
 if NAME == "cpu":
     DEVICES *= 2
-pytestmark = [needs_device, pytest.mark.skipif(len(DEVICES) == 1, reason=f"one {NAME}, two are needed")]
+pytestmark = [
+    needs_device,
+    pytest.mark.alone,
+    pytest.mark.skipif(len(DEVICES) == 1, reason=f"one {NAME}, two are needed"),
+]
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -16,7 +16,7 @@ from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
 from tests.gpu.machine import needs_device, opened, prompts
 
-pytestmark = [needs_device]
+pytestmark = [needs_device, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module", params=sorted(TINY))

@@ -15,7 +15,7 @@ from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
 from tests.gpu.machine import MODELS, needs_device, opened, prompts
 
-pytestmark = [needs_device]
+pytestmark = [needs_device, pytest.mark.alone]
 ROWS = 64
 Pair = tuple[Runtime, Runtime, Any, Any]
 

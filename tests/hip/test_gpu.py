@@ -29,7 +29,7 @@ from tests.program.cpu.conftest import write_checkpoint
 
 STATE = hip.devices()[0].availability()
 ON_GPU = pytest.mark.skipif(not STATE.usable, reason=f"no AMD GPU: {STATE.reason}")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 
 @pytest.fixture(scope="module", params=[pytest.param("hip", marks=ON_GPU), pytest.param("cpu", marks=pytest.mark.slow)])

@@ -95,6 +95,7 @@ def test_other_numbers_on_an_xcd_change_speed_alone(device: Grouped, run: Runtim
     assert sorted(places_of(device, run)) == sorted(dealt)
 
 
+@pytest.mark.alone
 def test_a_workgroup_that_never_starts_is_a_fault_of_the_roll_call(device: Grouped, run: Runtime) -> None:
     device.place([0, 1, 0, 1, 0, 1], missing=1)
     budget, run.spin_budget_ns = run.spin_budget_ns, 200_000_000

@@ -64,8 +64,8 @@ def test_a_bad_model_file_fails_loudly(monkeypatch: pytest.MonkeyPatch, module: 
 
 
 def test_shapes_by_name() -> None:
-    assert len(shape_names()) == 27
-    assert {"llama-3.2-1b", "qwen3-8b", "smollm2-135m"} <= set(SUPPORTED)
+    assert len(shape_names()) == 28
+    assert {"llama-3.2-1b", "llama-3.1-70b", "qwen3-8b", "smollm2-135m"} <= set(SUPPORTED)
     assert shape_config("Llama-3.2-1B")["hidden_size"] == 2048 and "params" not in shape_config("llama-3.2-1b")
     with pytest.raises(
         UnknownArchitecture, match=r"no published shape 'llama-3.2-1'; known: smollm2-135m, .*nearest: llama"

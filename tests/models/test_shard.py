@@ -25,7 +25,7 @@ from megakernel.ranks import LocalRank, Ranks
 from megakernel.runtime import Runtime
 from megakernel.settings import read_settings
 from megakernel.tasks.task import TaskNode
-from tests.models.families import CASES, LIMIT, Array, Case, relative_error
+from tests.models.families import CASES, LIMIT, Array, Case, find, relative_error
 from tests.models.quick import QuickDevice
 
 pytestmark = pytest.mark.timeout(300)
@@ -122,5 +122,12 @@ def test_the_parts_of_a_matrix_make_up_the_whole(kernels: Kernels) -> None:
 
 
 def test_columns_that_do_not_divide(kernels: Kernels) -> None:
-    with pytest.raises(LoweringError, match=r"tp 5: node layers.0.glu has 104 columns; expected a number of devices"):
+    """The heads alone would let llama run on 6 devices."""
+    with pytest.raises(
+        LoweringError, match=r"tp 5: node layers.0.glu has 104 columns; .* divides them; possible are 1"
+    ):
         shard(kernels.graphs["olmo2"], 0, 5)
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8, "intermediate_size": 104}
+    config = {**find("llama").config().to_dict(), **sizes, "architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(LoweringError, match=r"tp 6: node layers.0.glu has 104 columns; .*; possible are 1, 2$"):
+        shard(find_model(config).build(config), 0, 6)

@@ -39,6 +39,7 @@ def build_seconds(model: Path, cache: Path) -> tuple[float, str]:
     return said["seconds"], said["source"]
 
 
+@pytest.mark.alone
 def test_cold_and_warm_builds(subject: Subject, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each in a fresh process; the cold one with an empty cache folder."""
     cold, source = build_seconds(subject.path, tmp_path)
@@ -55,6 +56,7 @@ def test_cold_and_warm_builds(subject: Subject, tmp_path: Path, capsys: pytest.C
     assert cold < COLD_S and min(warm) < WARM_S
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 def test_the_first_token(
     subject: Subject, dtype: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]

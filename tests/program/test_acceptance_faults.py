@@ -82,6 +82,7 @@ def child(code: str, *arguments: object, seconds: float) -> list[dict[str, Any]]
     return [json.loads(row) for row in done.stdout.splitlines()]
 
 
+@pytest.mark.alone
 def test_every_lost_signal_is_reported(tiny_path: Path) -> None:
     """Each counter that somebody waits for loses one signal; each ends in a report, and the process goes on."""
     *found, last = child(LOST, tiny_path, BUDGET_MS, seconds=200)

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from megakernel.architectures import RandomWeights, random_weights
 from megakernel.bisect import Finding, compare
-from megakernel.builder.build import build_graph, build_program
+from megakernel.builder.build import build_graph, build_program, rank_program
 from megakernel.checkpoint import GenerationDefaults
 from megakernel.cli import app
 from megakernel.errors import CapacityError, InvalidRequest
 from megakernel.origin import Origin
+from megakernel.ranks import LocalRank, Ranks
 from megakernel.runtime import Runtime
 from megakernel.settings import read_settings
 from tests.models.quick import QuickDevice
@@ -95,6 +96,51 @@ def test_the_tile_and_the_worker_are_named() -> None:
     assert 0 <= first.worker < 3
 
 
+def findings_of_two(config: dict[str, Any], change: Change | None = None) -> tuple[Finding, ...]:
+    """Of two devices; the weights of the second one's kernel are passed through `change`."""
+    device, graph = QuickDevice(), build_graph(config)
+    target = replace(device.target, workers=2)
+    weights: RandomWeights = random_weights(graph, seed=2)
+    program = build_program(
+        config, target, device, cache=read_settings().cache, dtype="f32", max_context=64, max_slots=1,
+        keep_tensors=True, tp=2,
+    )  # fmt: skip
+
+    def read(name: str, dtype: str, rows: slice) -> np.ndarray:
+        return np.array(weights.read(name, dtype, rows))
+
+    def changed(name: str, dtype: str, rows: slice) -> np.ndarray:
+        return change(name, read(name, dtype, rows)) if change else read(name, dtype, rows)
+
+    ranks = Ranks(program, device, read)
+    try:
+        ranks.join([LocalRank(Runtime(rank_program(program, config, target, 1), device, changed), "rank 1")])
+        return compare(ranks, graph, Origin("tiny", config, read, None, GenerationDefaults()), IDS, 1e-4)
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("config", [CONFIG, OLMO], ids=["qwen3", "olmo2"])
+def test_every_tensor_of_two_devices_agrees(config: dict[str, Any]) -> None:
+    """Also where a norm over all heads keeps attentions whole."""
+    found = findings_of_two(config)
+    assert not [f for f in found if f.bad]
+    of_rank = [[f.tensor for f in found if f.rank == r] for r in range(2)]
+    assert of_rank[0] == of_rank[1]
+    assert {"layers.2.attention.qkv", "layers.0.mlp_output.part", "layers.1.mlp_residual", "logits.part", "logits"} <= {
+        *of_rank[0]
+    }
+
+
+def test_the_device_with_the_bad_part_is_named() -> None:
+    """Rank 1's product of its own heads is wrong, then the sum on both; nothing of rank 0 before that."""
+    name = "model.layers.1.self_attn.o_proj.weight"
+    found = findings_of_two(CONFIG, lambda tensor, data: data + 0.5 if tensor == name else data)
+    bad = [f for f in found if f.bad]
+    assert (bad[0].node, bad[0].task, bad[0].rank) == ("layers.1.attention_output.part", "matmul", 1)
+    assert [(f.node, f.rank) for f in bad[1:3]] == [("layers.1.attention_residual", r) for r in range(2)]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from safetensors.numpy import save_file
@@ -114,6 +160,10 @@ def test_the_command(folder: Path) -> None:
     assert run.exit_code == 0 and lines[-1]["bad"] == 0 and lines[-1]["tensors"] == len(lines) - 1
     run = CliRunner().invoke(app, ["bisect", str(folder), "--dtype", "f32", "--json", "--limit", "0"])
     assert run.exit_code == 1 and json.loads(run.stdout.splitlines()[-1])["first_bad"] == "layers.0.attention.qkv"
+    run = CliRunner().invoke(app, ["bisect", str(folder), "--dtype", "f32", "--json", "--limit", "0", "--tp", "2"])
+    last = json.loads(run.stdout.splitlines()[-1])
+    assert run.exit_code == 1 and (last["first_bad"], last["first_bad_rank"]) == ("layers.0.attention.qkv", 0)
+    assert "of layers.0.attention.qkv on rank 0 (cpu)" in " ".join(run.output.split())
     run = CliRunner().invoke(app, ["bisect", str(folder), "--tokens", "128"])
     assert run.exit_code == 1 and "expected 1 to 127 tokens, got 128" in run.output
 

@@ -53,6 +53,7 @@ def slow(open_tiny: Callable[..., LLM]) -> Iterator[Running]:
         yield running
 
 
+@pytest.mark.alone
 def test_100_disconnects_then_a_request_within_a_second(tiny: Running) -> None:
     rng = random.Random(1)
     for i in range(100):
@@ -196,6 +197,7 @@ def test_nothing_that_a_user_typed_is_logged(
     assert own and not any("my-secret" in r.getMessage() for r in own)
 
 
+@pytest.mark.alone
 def test_a_fault_fails_what_runs_and_the_next_request_succeeds(open_tiny: Callable[..., LLM]) -> None:
     with serving(lambda: open_tiny(chaos=True, workers=3, spin_ms=300)) as server:
         engine = server.host.model.engine  # type: ignore[union-attr]
@@ -233,6 +235,7 @@ def test_a_fault_fails_what_runs_and_the_next_request_succeeds(open_tiny: Callab
         assert "megakernel_engine_faults_total 1.0" in server.client.get("/metrics").text
 
 
+@pytest.mark.alone
 def test_a_fault_in_the_middle_of_a_stream_is_told_in_it(open_tiny: Callable[..., LLM]) -> None:
     with serving(lambda: open_tiny(chaos=True, workers=3, spin_ms=300)) as server:
         engine = server.host.model.engine  # type: ignore[union-attr]
@@ -326,6 +329,31 @@ def test_what_runs_when_a_drain_ends_is_told(open_tiny: Callable[..., LLM]) -> N
         assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer and b"shutting_down" in answer
         stream.close()
         whole.close()
+
+
+def test_an_engine_that_is_ending_takes_no_request(open_tiny: Callable[..., LLM]) -> None:
+    """Its memory may take a while to be free, as that of a rank's process that does not answer."""
+    with serving(open_tiny) as server:
+        engine, gate = server.host.model.engine, threading.Event()  # type: ignore[union-attr]
+        close = engine.runtime.close
+
+        def slowly() -> None:
+            gate.wait(60)
+            close()
+
+        def broken(_: Runtime) -> None:
+            engine.runtime.launch = None  # type: ignore[assignment, method-assign]
+            engine.runtime.close = slowly  # type: ignore[method-assign]
+
+        engine.exclusive(broken)
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code >= 500
+        server.wait(lambda: engine.failed)
+        assert not engine.closed and server.client.get("/health").json() == {"status": "recovering"}
+        refused = server.post("/v1/completions", prompt="a", max_tokens=2)
+        assert refused.status_code == 503 and refused.json()["error"]["message"] == "the model is not ready: recovering"
+        gate.set()
+        server.wait(lambda: server.client.get("/health").status_code == 200, 60)
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
 
 
 def test_before_the_model_is_ready(open_tiny: Callable[..., LLM]) -> None:

@@ -104,6 +104,7 @@ def test_a_drain_has_an_end(talking: Path, serve_cache: Path) -> None:
         idle.close()
 
 
+@pytest.mark.alone
 def test_kill_9_under_load_then_start_again(talking: Path, serve_cache: Path) -> None:
     """A build that is killed has a test of its own, in tests/program."""
     body = {"prompt": "a", "max_tokens": 8, "temperature": 0}

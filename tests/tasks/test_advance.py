@@ -320,6 +320,7 @@ def reset(loop: Loop) -> None:
     loop.posted = loop.read = 0
 
 
+@pytest.mark.alone
 def test_a_lost_signal_is_a_fault_and_the_next_launch_works() -> None:
     loop = Loop(3, chaos=True)
     loop.admit(0, 1, [1], limit=400)

@@ -11,8 +11,8 @@ import pytest
 from bench.device_session import TINY
 from bench.gpu import SHAPES, _rows, compare, peers, plot
 from bench.gpu_programs import Steps
-from bench.tp import config_of, said_by
-from megakernel.architectures import find_model, shape_names
+from bench.tp import said_by
+from megakernel.architectures import find_model, shape_config, shape_names
 from megakernel.builder.shard import shard
 from megakernel.errors import InvalidRequest
 
@@ -62,11 +62,10 @@ def test_a_row_is_read_of_a_process_that_does_not_end() -> None:
 
 
 def test_the_large_shape_is_the_published_one_and_fits_two_devices() -> None:
-    config = config_of("llama-3.1-70b")
+    config = shape_config("llama-3.1-70b")
     graph = shard(find_model(config).build(config), 0, 2)
     matrices = [t for t in graph.tensors.values() if t.kind == "weight" and t.rows is not None]
     layer = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672)  # q, k and v, o, MLP
     half = (80 * layer + 128256 * 8192) // 2  # and the head; the embedding table is on both
     assert sum(t.rows * t.cols for t in matrices if t.rows) == half + 128256 * 8192
     assert 2 * (half + 128256 * 8192) < 80e9  # bytes of bf16
-    assert config_of("qwen3-8b")["hidden_size"] == 4096

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -285,6 +286,22 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert again.source == program.source and again.binary.read_bytes() == program.binary.read_bytes()
     with pytest.raises(ProgramError, match="exists"):
         program.save(folder)
+
+
+def test_a_program_that_another_process_saves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look for it and the rename; what that one made stays."""
+    program, folder = saved(tmp_path)
+    late, rename = tmp_path / "late", os.rename
+
+    def after_another(source: Path, target: Path) -> None:
+        shutil.copytree(folder, late)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", after_another)
+    with pytest.raises(ProgramError, match="late exists; give a new folder or remove it"):
+        program.write(late)
+    assert Program.load(late).manifest == program.manifest
+    assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".")} == set()
 
 
 def test_ranks_go_to_a_new_folder_too(tmp_path: Path) -> None:

@@ -140,6 +140,7 @@ def test_log_probabilities(engine: Engine) -> None:
     assert own.logprob == -1.5 and own.top == ()
 
 
+@pytest.mark.alone
 def test_cancel_ends_a_stream_and_frees_the_slot() -> None:
     with open_engine(FakeDevice(step_s=0.001), max_slots=1, max_context=4000) as engine:
         for round_ in range(20):

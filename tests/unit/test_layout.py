@@ -233,6 +233,7 @@ def test_interleaved_rows() -> None:
         interleave_rows(gate, up, 7)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("target", ["cpu-avx512", "sm_90a"])
 def test_packing_is_not_a_python_loop(target: str) -> None:
     """32 MB; a bound that a loaded machine meets with room, and a loop over elements misses by far."""

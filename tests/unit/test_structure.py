@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megakernel.tasks.task import all_tasks
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "megakernel"
 
@@ -142,3 +144,11 @@ def test_the_gate_can_go_red(tmp_path: Path) -> None:
     bad = tmp_path / "x.py"
     bad.write_text("from megakernel.device.device import Device\nimport megakernel.builder.cache\n")
     assert imports(bad) == {"device", "builder"}
+
+
+def test_the_picture_of_the_layers_names_them() -> None:
+    """Every task, and every part of the package that is not a detail of another."""
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "architecture.svg").read_text()))
+    assert set(all_tasks()) <= words
+    assert {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()} <= words
+    assert {"llm", "engine", "runtime", "ranks", "opening", "module", "cli", "profile", "bisect"} <= words

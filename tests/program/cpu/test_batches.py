@@ -189,6 +189,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(opened: Open) -> None:
     assert short.timings().first_token_s < 0.5 * long.timings().first_token_s
 
 
+@pytest.mark.alone
 def test_a_budget_keeps_steps_short(opened: Open) -> None:
     """A bound that no prompt row fits: one at a time beside the streams; without it as many as there is room for."""
     ids, beside = prompt(7, 120), prompt(8, 3)
@@ -207,6 +208,7 @@ def test_a_budget_keeps_steps_short(opened: Open) -> None:
     assert min(steps[1e-6]) >= 120 > max(min(steps[None]), min(steps[1e6])), steps
 
 
+@pytest.mark.alone
 def test_measured_steps_correct_the_chunk(opened: Open) -> None:
     """A bound of twice a plain step: parts of the prompt end up larger than one row, and most steps keep the bound."""
     llm = opened(max_slots=2, max_rows=256, max_context=3000, share_prefixes=False)

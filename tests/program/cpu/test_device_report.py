@@ -18,6 +18,7 @@ from megakernel.device.device import Availability
 from megakernel.devices import open_device
 from megakernel.errors import DeviceFault, FaultReport, InvalidRequest
 from megakernel.timeline import Timeline, TimelineFault
+from tests.program.cpu.conftest import write_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 TESTS = """<testsuites><testsuite>
@@ -63,6 +64,20 @@ def test_a_whole_report(tiny: Path, cache: Path, tmp_path: Path) -> None:
     line = json.loads(result.stdout.splitlines()[-1])
     assert line["tests"] == "3 run, 1 failed" and "us at 8" in line[f"time {tiny}"]
     assert line[f"timeline {tiny}"].startswith("2 steps of ") and line[f"timeline {tiny}"].endswith(" events")
+
+
+@pytest.mark.slow
+def test_a_report_of_two_devices(cache: Path, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "even", num_attention_heads=8, num_key_value_heads=4, intermediate_size=192)
+    result, made = run(tmp_path, cache, "--model", str(path), "--tp", "2", "--dtype", "f32")
+    assert result.exit_code == 0, result.output
+    found = made["check"]
+    assert found["devices"] == 2 and found["largest relative error"] < 1e-2 and found["same bits twice"]
+    assert made[f"time {path}"]["measured"][0]["us_per_token"] > 0
+    timeline = Timeline.from_json(made[f"timeline {path}"]["timeline"])
+    assert timeline.meta.workers == 2 * made["device"]["target"]["workers"] and timeline.meta.fault is None
+    result, made = run(tmp_path / "even", cache, "--tp", "9")
+    assert result.exit_code == 1 and "tp: expected an integer from 1 to 8, got 9" in result.output and not made
 
 
 def test_the_commit_is_that_of_the_package_alone(tmp_path: Path) -> None:

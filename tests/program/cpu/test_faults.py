@@ -33,6 +33,7 @@ def waited_counters(runtime: Runtime) -> list[int]:
     return list(dict.fromkeys(found))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("place", [0, 3, -1])
 def test_a_lost_signal_is_reported_and_the_next_request_works(opened: Open, place: int) -> None:
     llm = opened(chaos=True, workers=3, spin_ms=300)

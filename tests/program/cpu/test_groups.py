@@ -96,6 +96,7 @@ def test_delays_change_no_bit(delayed: Runtime, flat: npt.NDArray[np.float32]) -
         assert (logits(delayed).view(np.uint32) == flat.view(np.uint32)).all(), seed
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("level", ["group", "all"])
 def test_a_lost_signal_names_both_counters(delayed: Runtime, flat: npt.NDArray[np.float32], level: str) -> None:
     records = delayed.program.records.reshape(-1)

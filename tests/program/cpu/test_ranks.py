@@ -311,6 +311,7 @@ def peer_counter(runtime: Runtime, exchange: int, sender: int) -> int:
     return m.counter_count + exchange * m.ranks + sender
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_lost_push_names_the_devices_and_the_exchange(opened: Open, processes: bool) -> None:
     llm = opened(tp=2, chaos=True, tp_processes=processes, spin_ms=BUDGET_MS)
@@ -333,6 +334,7 @@ def test_a_lost_push_names_the_devices_and_the_exchange(opened: Open, processes:
     assert tokens(llm, greedy(6)) == want and llm.stats().faults == 1
 
 
+@pytest.mark.alone
 def test_a_lost_stamp_names_the_sender(opened: Open) -> None:
     """Rank 1 writes into another buffer: what rank 0 waits for does not come."""
     llm = opened(tp=2, stamped=True, chaos=True, spin_ms=BUDGET_MS)
@@ -351,6 +353,7 @@ def test_a_lost_stamp_names_the_sender(opened: Open) -> None:
     assert tokens(llm, greedy(6)) == want
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_on_one_device_stops_all_and_is_the_one_reported(opened: Open, rank: int) -> None:
     llm = opened(tp=2, chaos=True, workers=2, spin_ms=BUDGET_MS)
@@ -376,6 +379,7 @@ def test_a_fault_on_one_device_stops_all_and_is_the_one_reported(opened: Open, r
     assert tokens(llm, greedy(6)) == want
 
 
+@pytest.mark.alone
 def test_a_killed_process_ends_in_a_report(opened: Open) -> None:
     llm = opened(tp=2, tp_processes=True, spin_ms=2_000, steps_per_launch=2_000, max_context=4_000)
     tokens(llm, greedy(4))
@@ -430,6 +434,29 @@ def test_a_process_that_does_not_answer_is_lost(monkeypatch: pytest.MonkeyPatch)
     assert time.monotonic() - began < 5 and not Path(f"/proc/{rank.pid}/cmdline").exists()
 
 
+@pytest.mark.alone
+def test_a_stopped_process_ends_in_a_report(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is alive, and never answers."""
+    monkeypatch.setattr(ranks, "ENDING_S", 0.5)
+    llm = opened(tp=2, tp_processes=True, spin_ms=BUDGET_MS, steps_per_launch=2_000, max_context=4_000)
+    runtime = llm.engine.runtime
+    assert isinstance(runtime, Ranks)
+    other = runtime.others[0]
+    assert isinstance(other, ProcessRank)
+    request = llm.engine.submit(PROMPTS[0], greedy(3_900))
+    next(iter(request))
+    began = time.monotonic()
+    os.kill(other.pid, signal.SIGSTOP)
+    with pytest.raises(
+        DeviceFault, match=r"device rank 1: device lost.* rank 1 \(cpu, process \d+\) did not answer within"
+    ):
+        for _ in request:
+            pass
+    llm.close()
+    assert time.monotonic() - began < 10.0
+    assert not Path(f"/proc/{other.pid}").exists()
+
+
 ORPHANS = """
 import sys
 from pathlib import Path
@@ -469,7 +496,7 @@ def test_one_rank_alone_is_not_run(shared: Open) -> None:
     [
         (0, "tp: expected an integer from 1 to 8, got 0"),
         (9, "tp: expected an integer from 1 to 8, got 9"),
-        (3, r"tp 3: node layers.0.attention has 8 heads on 4 KV heads; expected .*: 1, 2, 4, 8$"),
+        (3, r"tp 3: node layers.0.attention has 8 heads on 4 KV heads; expected .*; possible are 1, 2, 4, 8$"),
     ],
 )
 def test_a_number_that_does_not_fit_is_refused(model: Path, cache: Path, tp: int, message: str) -> None:

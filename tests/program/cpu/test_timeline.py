@@ -183,6 +183,7 @@ def test_steps_of_a_recording(traced: LLM, tmp_path: Path) -> None:
     assert (again.events == part.events).all() and again.meta == part.meta and again.nodes == part.nodes
 
 
+@pytest.mark.alone
 def test_a_fault_cuts_the_recording_and_is_named(opened: Open, tmp_path: Path) -> None:
     llm = opened(chaos=True, workers=3, spin_ms=300, trace=True)
     ids = prompt(20, 6)
