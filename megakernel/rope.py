@@ -203,6 +203,23 @@ def rope_spec(
     )
 
 
+def same_rope(parameters: Mapping[str, Any] | None, scaling: Mapping[str, Any] | None, theta: Any) -> bool:
+    """Whether a config's `rope_scaling`, the older key, says what its `rope_parameters` says. One of them may be empty.
+
+    A base may stand beside rope_scaling (`theta`). Which of two that differ was meant cannot be known: transformers
+    takes the older one whole, and with it the family's own base.
+    """
+    if not parameters or not scaling:
+        return True
+
+    def plain(given: Mapping[str, Any]) -> dict[str, Any]:
+        kind = given.get("rope_type", given.get("type", "default"))
+        return {**{key: value for key, value in given.items() if key != "type"}, "rope_type": kind}
+
+    beside = {} if theta is None else {"rope_theta": theta}
+    return plain({**beside, **parameters}) == plain({**beside, **scaling})
+
+
 def _divisors(given: Mapping[str, Any], key: str) -> tuple[float, ...]:
     values = given.get(key)
     if not isinstance(values, (list, tuple)) or not values:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from megakernel.graph import Graph, GraphBuilder, ModelConfig
 from megakernel.models.fields import Fields
-from megakernel.rope import RopeSpec, rope_spec
+from megakernel.rope import RopeSpec, rope_spec, same_rope
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Decoder:
 
 
 def read_model(
-    fields: Fields, *, max_positions: int, head_dim: int | None = None, interleaved: bool = False,
+    fields: Fields, *, max_positions: int, head_dim: int | None = None,
     tied: bool = False, partial: bool = False, rope: Mapping[str, Any] | None = None, theta: float = 10000.0,
 ) -> ModelConfig:  # fmt: skip
     """The facts that every family's config states under the same names.
@@ -81,7 +81,6 @@ def read_model(
             dim,
             positions,
             partial=partial,
-            interleaved=interleaved,
         ),
     )
 
@@ -91,13 +90,25 @@ def rope_parameters(fields: Fields) -> Mapping[str, Any]:
     given = fields.raw("rope_parameters") or fields.raw("rope_scaling") or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise fields.wrong("rope_parameters", "one object of numbers")
-    fields.raw("rope_scaling")
-    out = {"rope_type": given.get("type", "default"), **{k: v for k, v in given.items() if k != "type"}}
+    check_rope_scaling(fields)
+    out = {
+        "rope_type": given.get("type", "default"),
+        **{k: v for k, v in given.items() if k != "type" and v is not None},
+    }
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         value = fields.raw(name)
         if value is not None and out.setdefault(name, value) != value:
             raise fields.wrong(name, f"{out[name]!r} as rope_parameters says")
     return out
+
+
+def check_rope_scaling(fields: Fields) -> None:
+    """Refuse a rope_scaling, the older key, that is not what rope_parameters says."""
+    scaling, parameters = fields.raw("rope_scaling"), fields.raw("rope_parameters")
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise fields.wrong("rope_scaling", "one object of numbers")
+    if not same_rope(parameters, scaling, fields.raw("rope_theta")):
+        raise fields.wrong("rope_scaling", f"nothing, or the same as rope_parameters, {parameters}")
 
 
 def layer_windows(fields: Fields, layers: int, max_positions: int) -> tuple[int | None, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megakernel.graph import Graph
-from megakernel.models.blocks import Decoder, decoder_graph, layer_kinds, read_model, shown_window
+from megakernel.models.blocks import Decoder, check_rope_scaling, decoder_graph, layer_kinds, read_model, shown_window
 from megakernel.models.fields import Fields
 from megakernel.rope import RopeSpec, rope_spec
 
@@ -33,7 +33,9 @@ def build(config: Mapping[str, Any]) -> Graph:
     for name in ("use_bidirectional_attention", "mlp_bias"):
         fields.only(name, False)
     bias = fields.flag("attention_bias", False)
-    caps = {name: fields.raw(f"{name}_logit_softcapping") for name in ("attn", "final")}
+    if fields.raw("attn_logit_softcapping") is not None:  # transformers has the field and leaves the scores as they are
+        raise fields.wrong("attn_logit_softcapping", "null")
+    cap = None if fields.raw("final_logit_softcapping") is None else fields.number("final_logit_softcapping")
     decoder = Decoder(
         config=model,
         eps=fields.number("rms_norm_eps", 1e-6),
@@ -47,8 +49,7 @@ def build(config: Mapping[str, Any]) -> Graph:
         norm_offset=1.0,
         embedding_scale=math.sqrt(model.hidden),
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
-        attention_softcap=fields.number("attn_logit_softcapping") if caps["attn"] is not None else None,
-        logit_softcap=fields.number("final_logit_softcapping") if caps["final"] is not None else None,
+        logit_softcap=cap,
     )
     fields.finish()
     return decoder_graph(decoder)
@@ -60,6 +61,7 @@ def rope_of_kinds(fields: Fields) -> dict[str, dict[str, Any]]:
     given = fields.raw("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise fields.wrong("rope_parameters", "one set of numbers for full_attention, one for sliding_attention")
+    check_rope_scaling(fields)
     scaling, theta, local = (fields.raw(name) for name in ("rope_scaling", "rope_theta", "rope_local_base_freq"))
     if not any(kind in given for kind in THETA):
         given = {"full_attention": {**(scaling or {}), **given}}
@@ -67,6 +69,9 @@ def rope_of_kinds(fields: Fields) -> dict[str, dict[str, Any]]:
         raise fields.wrong("rope_parameters", "one set of numbers for full_attention, one for sliding_attention")
     base = {"full_attention": theta, "sliding_attention": local}
     return {
-        kind: {"rope_theta": base[kind] or THETA[kind], **{k: v for k, v in (given.get(kind) or {}).items()}}
+        kind: {
+            "rope_theta": base[kind] or THETA[kind],
+            **{k: v for k, v in (given.get(kind) or {}).items() if v is not None},
+        }
         for kind in THETA
     }

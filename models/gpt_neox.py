@@ -18,7 +18,9 @@ def build(config: Mapping[str, Any]) -> Graph:
     """The graph of a config. use_parallel_residual: x + attention(norm(x)) + mlp(norm(x)), else one after the other."""
     fields = Fields(config)
     rope = dict(rope_parameters(fields))
-    rope.setdefault("partial_rotary_factor", fields.number("rotary_pct", 0.25))
+    part = fields.number("rotary_pct", 0.25)
+    fields.only("partial_rotary_factor", part)  # transformers reads rotary_pct, or the one in rope_parameters
+    rope.setdefault("partial_rotary_factor", part)
     rope.setdefault("rope_theta", fields.number("rotary_emb_base", 10000.0))
     fields.only("num_key_value_heads", fields.integer("num_attention_heads"))
     c = read_model(fields, max_positions=2048, partial=True, rope=rope)

@@ -14,9 +14,10 @@ CHECKED = ("logits", "gguf", "random")
 
 
 def build(config: Mapping[str, Any]) -> Graph:
-    """The graph of a config. attention_bias puts a bias on q, k, v and o; rope_interleaved pairs neighbours."""
+    """The graph of a config. attention_bias puts a bias on q, k, v and o."""
     fields = Fields(config)
-    model = read_model(fields, max_positions=2048, interleaved=fields.flag("rope_interleaved", False))
+    model = read_model(fields, max_positions=2048)
+    fields.only("rope_interleaved", False)  # a trainer's note: whatever it says, transformers pairs halves
     bias = fields.flag("attention_bias", False)
     decoder = Decoder(
         config=model,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megakernel.checkpoint.message import problem
+from megakernel.rope import same_rope
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Keys of a nested `rope_parameters`, one set a layer type."""
@@ -54,27 +55,30 @@ def read_object(path: Path) -> dict[str, Any]:
 def normalise_rope(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """`config` with `rope_theta`, `rope_scaling` and `rope_local_base_freq` folded into `rope_parameters`.
 
-    The result has `rope_parameters` {rope_type, rope_theta, ...}, or one such set for each layer type, when the
-    config says anything about rotary embedding or has RMS norms (then 10000 is the base, as in every family of the
-    time before the key existed). Raises CheckpointError when the two spellings contradict each other.
+    The result has `rope_parameters` {rope_type, ...}, or one such set for each layer type, when the config says
+    anything about rotary embedding. A base that it does not state is left out: each family has its own. Raises
+    CheckpointError when the two spellings contradict each other.
     """
     out = dict(config)
     old = {key: out.pop(key, None) for key in ("rope_theta", "rope_scaling", "rope_local_base_freq")}
-    scaling = old["rope_scaling"]
+    theta, scaling, local = old.values()
     given = out.get("rope_parameters") or scaling or {}
-    if not isinstance(given, Mapping):
-        raise problem("rope_parameters is not an object", where, got=repr(given))
-    theta = old["rope_theta"]
+    for value in (given, scaling or {}):
+        if not isinstance(value, Mapping):
+            raise problem("rope_parameters is not an object", where, got=repr(value))
+    if not same_rope(out.get("rope_parameters"), scaling, theta):
+        raise problem("rope_scaling contradicts rope_parameters", where, expected=given, got=scaling, todo="remove one")
     if any(kind in given for kind in LAYER_TYPES):
+        bases = dict(zip(LAYER_TYPES, (theta, local)))
         out["rope_parameters"] = {
-            kind: _one_rope(value, theta, out, where) for kind, value in given.items() if value is not None
+            kind: _one_rope(value, bases.get(kind), out, where) for kind, value in given.items() if value is not None
         }
-    elif old["rope_local_base_freq"] is not None:
+    elif local is not None:
         out["rope_parameters"] = {
             "full_attention": _one_rope(given, theta, out, where),
-            "sliding_attention": _one_rope({}, old["rope_local_base_freq"], out, where),
+            "sliding_attention": _one_rope({}, local, out, where),
         }
-    elif given or theta is not None or "rms_norm_eps" in out:
+    elif given or theta is not None:
         stated = given.get("rope_theta")
         if theta is not None and stated is not None and theta != stated:
             raise problem(
@@ -94,10 +98,11 @@ def _one_rope(given: Any, theta: Any, config: Mapping[str, Any], where: Path) ->
     rope = {key: value for key, value in given.items() if key != "type"}
     rope.setdefault("rope_type", given.get("type", "default"))
     stated = rope.get("rope_theta")
-    base = next((value for value in (stated, theta) if value is not None), 10000.0)
-    if isinstance(base, bool) or not isinstance(base, (int, float)) or base <= 0:
-        raise problem("rope_theta is not a base", where, expected="a number above 0", got=repr(base))
-    rope["rope_theta"] = float(base)
+    base = theta if stated is None else stated
+    if base is not None:
+        if isinstance(base, bool) or not isinstance(base, (int, float)) or base <= 0:
+            raise problem("rope_theta is not a base", where, expected="a number above 0", got=repr(base))
+        rope["rope_theta"] = float(base)
     if config.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
     if rope["rope_type"] in ("llama3", "yarn", "longrope"):

@@ -155,10 +155,15 @@ def test_config_of_both_styles(tmp_path: Path) -> None:
     local = normalise_rope({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, tmp_path)["rope_parameters"]
     assert local["full_attention"]["rope_theta"] == 1e6
     assert local["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
-    assert normalise_rope({"rms_norm_eps": 1e-5}, tmp_path)["rope_parameters"]["rope_theta"] == 10000.0
+    assert "rope_theta" not in normalise_rope({"rope_scaling": scaling}, tmp_path)["rope_parameters"]
     assert "rope_parameters" not in normalise_rope({"n_embd": 4}, tmp_path)
     with pytest.raises(CheckpointError, match="contradicts"):
         normalise_rope({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, tmp_path)
+    both = {"rope_theta": 5e5, "rope_parameters": new["rope_parameters"], "rope_scaling": scaling}
+    with pytest.raises(CheckpointError, match="rope_scaling contradicts rope_parameters"):
+        normalise_rope(both, tmp_path)
+    same = {**both, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}
+    assert normalise_rope(same, tmp_path)["rope_parameters"]["rope_theta"] == 5e5
 
 
 @pytest.mark.parametrize(
