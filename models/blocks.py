@@ -121,6 +121,8 @@ def layer_windows(fields: Fields, layers: int, max_positions: int) -> tuple[int 
     window = window if used else None
     first = fields.raw("max_window_layers")
     first = 28 if first is None else first
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise fields.wrong("max_window_layers", "the number of the first layer that slides")
     default = ["sliding_attention" if used and i >= first else "full_attention" for i in range(layers)]
     kinds = layer_kinds(fields, default)
     if "sliding_attention" in kinds and window is None:
@@ -130,10 +132,7 @@ def layer_windows(fields: Fields, layers: int, max_positions: int) -> tuple[int 
 
 def layer_kinds(fields: Fields, default: Sequence[str]) -> tuple[str, ...]:
     """`layer_types`, one of sliding_attention and full_attention for each layer, or the default."""
-    kinds = fields.raw("layer_types") or default
-    if len(kinds) != len(default) or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise fields.wrong("layer_types", f"{len(default)} times sliding_attention or full_attention")
-    return tuple(kinds)
+    return fields.each("layer_types", default, "sliding_attention", "full_attention")
 
 
 def shown_window(window: int | None, max_positions: int) -> int | None:

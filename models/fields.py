@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megakernel.errors import UnsupportedConfig
@@ -90,6 +90,13 @@ class Fields:
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.wrong(name, f"one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
+
+    def each(self, name: str, default: Sequence[Any], *allowed: Any) -> tuple[Any, ...]:
+        """A list as long as the default (one entry for each layer), which an absent, null or empty one means."""
+        given = self.raw(name) or default
+        if not isinstance(given, (list, tuple)) or len(given) != len(default) or any(v not in allowed for v in given):
+            raise self.wrong(name, f"{len(default)} times {' or '.join(map(str, allowed))}")
+        return tuple(given)
 
     def only(self, name: str, *allowed: Any) -> None:
         """The field, when it says anything, must hold one of these."""

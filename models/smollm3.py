@@ -18,9 +18,7 @@ def build(config: Mapping[str, Any]) -> Graph:
     fields = Fields(config)
     model = read_model(fields, max_positions=32768, tied=True, theta=2000000.0)
     interval = fields.integer("no_rope_layer_interval", 4)
-    rotated = fields.raw("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(model.layers)]
-    if len(rotated) != model.layers or not set(rotated) <= {0, 1}:
-        raise fields.wrong("no_rope_layers", f"{model.layers} times 1 (rotary embedding) or 0 (none)")
+    rotated = fields.each("no_rope_layers", [int((i + 1) % interval != 0) for i in range(model.layers)], 0, 1)
     used = fields.flag("use_sliding_window", False)
     window = fields.integer("sliding_window", model.max_positions) if used or fields.raw("sliding_window") else None
     kinds = layer_kinds(fields, ["full_attention" if not used or r else "sliding_attention" for r in rotated])

@@ -78,6 +78,12 @@ CASES: tuple[Case, ...] = (
     Case("llama3", "Llama", "llama3 rope scaling, tied head", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     Case("mistral", "Mistral", "a sliding window in every layer", {"sliding_window": 33}),
     Case(
+        "ministral",
+        "Ministral",
+        "a sliding window in some layers",
+        {"sliding_window": 33, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    Case(
         "qwen2",
         "Qwen2",
         "bias on q, k and v only",

@@ -84,6 +84,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for f in ("Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "Granite")
     ),
     ("Llama", {"rope_interleaved": True}, "rope_interleaved"),
+    ("Qwen3", {"layer_types": 5}, "layer_types: expected 3 times"),
+    ("Gemma2", {"layer_types": [["full_attention"], [], 3]}, "layer_types: expected 3 times"),
+    ("Qwen2", {"max_window_layers": "a"}, "max_window_layers: expected the number"),
+    ("SmolLM3", {"no_rope_layers": 3}, "no_rope_layers: expected 3 times 0 or 1"),
+    ("SmolLM3", {"no_rope_layers": [[1], 2, 3]}, "no_rope_layers: expected 3 times 0 or 1"),
     ("GPTNeoX", {"rope_parameters": None, "rotary_pct": 0.5, "partial_rotary_factor": 0.75}, "partial_rotary_factor"),
     ("Gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
 ]
@@ -91,7 +96,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("family", "fields", "word"), REFUSED)
 def test_what_transformers_would_read_otherwise_is_refused(family: str, fields: dict[str, Any], word: str) -> None:
-    """Beside rope_parameters that say something else, rope_scaling wins there; the other fields are left unread."""
+    """Beside rope_parameters that say something else, rope_scaling wins there, and other fields are left unread; what
+    is of another kind than it must be is refused by name."""
     config = {**ONCE[family].config().to_dict(), "architectures": [f"{family}ForCausalLM"], **fields}
     for build in (read, lambda c: find_model(c).build(c)):
         with pytest.raises(MegakernelError, match=word):
