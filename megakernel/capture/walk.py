@@ -86,6 +86,7 @@ class _Capture(Operators):
         self.exported = exported
         self.architecture = name
         self.inputs: list[str] = []
+        self.returned: torch.fx.Node | None = None  # the output that is being made
         super().__init__(GraphBuilder(_config(name, 1)), _lead(exported))
 
     # ------------------------------------------------------------------------------------------ the walk
@@ -99,7 +100,8 @@ class _Capture(Operators):
                 if node.op == "placeholder":
                     values[node] = self._placeholder(node)
                 elif node.op == "output":
-                    outputs = [self._output(values[v]) for v in node.args[0]]
+                    for self.returned in node.args[0]:
+                        outputs.append(self._output(values[self.returned]))
                 else:
                     values[node] = self._call(node, values)
             except (NotSupported, GraphError) as e:
@@ -113,7 +115,10 @@ class _Capture(Operators):
 
     def _words(self, node: torch.fx.Node, error: Exception) -> str:
         if node.op == "output":
-            return f"{self.architecture}: its output: {error}"
+            made = self.returned  # what was not needed before is only made here
+            if made is None or made.op == "placeholder":
+                return f"{self.architecture}: its output: {error}"
+            return f"{self.architecture}: its output, of operator {title(made)} at {source_line(made)}: {error}"
         return f"{self.architecture}: operator {title(node)} is not supported at {source_line(node)}: {error}"
 
     def _placeholder(self, node: torch.fx.Node) -> Value:
@@ -208,6 +213,8 @@ def _lead(exported: torch.export.ExportedProgram) -> torch.Size:
             example = node.meta["val"]
             if not isinstance(example, Tensor) or not example.dim():
                 raise CaptureError(f"input {node.name}: expected a tensor of rows, got {example!r}")
+            if not example.numel():
+                raise CaptureError(f"input {node.name}: give an example that is not empty; got {list(example.shape)}")
             leads[node.name] = torch.Size(example.shape[:-1] if example.is_floating_point() else example.shape)
     if len(set(leads.values())) != 1:
         shown = ", ".join(f"{name} {list(lead)}" for name, lead in leads.items()) or "no input"

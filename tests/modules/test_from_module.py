@@ -241,3 +241,25 @@ def test_a_module_compiles_for_cuda() -> None:
     assert {n.task for n in program.manifest.nodes} >= {"input", "output", "advance", "norm"}
     chain = compile_module(nn.Sequential(RMSNorm(64), RMSNorm(64)), (torch.randn(2, 64),), target="sm_90a")
     assert chain.manifest.input_cols == chain.manifest.output_cols == 64
+
+
+@pytest.mark.parametrize("last", [torch.neg, torch.sigmoid, lambda x: x * -2.0])
+def test_an_output_that_no_operator_makes_is_named_with_its_line(last: Any) -> None:
+    class Last(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return last(self.a(x))  # type: ignore[no-any-return]
+
+    with pytest.raises(
+        CaptureError, match=r"its output, of operator aten\.(neg|sigmoid|mul).*test_from_module.py"
+    ):
+        from_module(Last(), (torch.randn(3, 8),))
+
+
+def test_an_empty_example_is_refused() -> None:
+    for shape in ((0, 8), (3, 0)):
+        with pytest.raises(CaptureError, match="an example that is not empty"):
+            from_module(torch.nn.Linear(shape[1], 8), (torch.randn(shape),))
