@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "models.md").read_text() == models_page(), "run python -m megakernel.model_table > docs/models.md"
+    assert (ROOT / "docs" / "models.md").read_text() == models_page(), (
+        "run python -m megakernel.model_table > docs/models.md"
+    )
 
 
 def test_rows_say_what_tests_check() -> None:

@@ -253,9 +253,7 @@ def test_an_output_that_no_operator_makes_is_named_with_its_line(last: Any) -> N
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return last(self.a(x))  # type: ignore[no-any-return]
 
-    with pytest.raises(
-        CaptureError, match=r"its output, of operator aten\.(neg|sigmoid|mul).*test_from_module.py"
-    ):
+    with pytest.raises(CaptureError, match=r"its output, of operator aten\.(neg|sigmoid|mul).*test_from_module.py"):
         from_module(Last(), (torch.randn(3, 8),))
 
 
