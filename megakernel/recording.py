@@ -16,15 +16,8 @@ from megakernel.builder.program import Manifest
 from megakernel.device.device import Buffer, Device
 from megakernel.errors import FaultReport, TimelineError
 from megakernel.marks import events_of_marks
-from megakernel.tasks.record import (
-    NONE64,
-    TRACE_EVENT,
-    TRACE_MARKS,
-    TRACE_PASS,
-    TRACE_RING,
-    TRACE_RINGS,
-    Struct,
-)
+from megakernel.tasks.record import NONE64, TRACE_EVENT, TRACE_MARKS, TRACE_PASS, TRACE_RING, TRACE_RINGS
+from megakernel.tasks.struct import Struct
 
 OPEN_STEPS = 64  # a recording without an end keeps about so many of the newest steps
 MOST_BYTES = 1 << 30

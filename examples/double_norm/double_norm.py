@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.errors import GraphError
-from megakernel.tasks.record import Field, Struct
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Operator, Place, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]

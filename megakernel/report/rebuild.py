@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from megakernel.report.arrivals import Arrivals, arrivals
 from megakernel.report.steps import ROLES, Step
 from megakernel.scheduler.schedule import Entry, Schedule, Wait
-from megakernel.tasks.record import Role, Struct
+from megakernel.tasks.record import Role
+from megakernel.tasks.struct import Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
 from megakernel.timeline import Timeline, TimelineNode
 

@@ -24,7 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megakernel.tasks.record import NONE, SAMPLE_RESULT, Field, Struct
+from megakernel.tasks.record import NONE, SAMPLE_RESULT
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
 
 

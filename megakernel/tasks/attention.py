@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.errors import LoweringError
-from megakernel.tasks.record import NONE, NONE64, Field, Struct
+from megakernel.tasks.record import NONE, NONE64
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant
 
 Array = npt.NDArray[Any]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.tasks.attention import NO_WINDOW, head_columns
-from megakernel.tasks.record import Field, Struct
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
 
 Array = npt.NDArray[Any]

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.tasks.record import NONE64, Field, Struct
+from megakernel.tasks.record import NONE64
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, DType, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megakernel.tasks.record import Field, Struct
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant, tile_columns
 
 

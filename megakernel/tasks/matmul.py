@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from megakernel.errors import LoweringError
 from megakernel.tasks.push import exchange_of
-from megakernel.tasks.record import NONE, NONE64, Field, Struct
+from megakernel.tasks.record import NONE, NONE64
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, DType, Exchange, Region, Task, TaskNode, Variant
 
 Array = npt.NDArray[Any]

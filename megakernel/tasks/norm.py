@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.errors import LoweringError
-from megakernel.tasks.record import NONE, NONE64, Field, Struct
+from megakernel.tasks.record import NONE, NONE64
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]

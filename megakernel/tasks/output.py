@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.tasks.record import NONE, SAMPLE_RESULT, Field, Struct
+from megakernel.tasks.record import NONE, SAMPLE_RESULT
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]

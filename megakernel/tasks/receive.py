@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.tasks.push import EXCHANGE_SIZES, exchange_of
-from megakernel.tasks.record import NONE, Field, Struct
+from megakernel.tasks.record import NONE
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Exchange, Region, Task, TaskNode, Variant, tile_columns
 
 Array = npt.NDArray[Any]

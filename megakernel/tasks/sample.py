@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS, Field, Struct
+from megakernel.tasks.record import SAMPLE_RESULT, TILE_ROWS
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
 
 Array = npt.NDArray[Any]

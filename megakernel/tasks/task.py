@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol
 
 from megakernel.errors import LoweringError
 from megakernel.settings import read_settings
-from megakernel.tasks.record import Struct
+from megakernel.tasks.struct import Struct
 
 TASKS_FOLDER = Path(__file__).parent
 

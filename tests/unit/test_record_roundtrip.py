@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megakernel.errors import RecordError
-from megakernel.tasks.record import MAX_WAITS, RECORD, STRUCTS, Field, Struct, abi_hash, c_header
+from megakernel.tasks.record import MAX_WAITS, RECORD, STRUCTS, abi_hash, c_header
+from megakernel.tasks.struct import Field, Struct
 
 BITS = {"u8": 8, "u16": 16, "u32": 32, "i32": 32, "f32": 32, "u64": 64, "i64": 64}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megakernel.scheduler.hazards import node_edges
 from megakernel.scheduler.schedule import Placement
-from megakernel.tasks.record import Field, Struct
+from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
 
 
