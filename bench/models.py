@@ -115,7 +115,8 @@ def measure(
         us = tuple(step_us(run, context, steps) for context in contexts)
     finally:
         run.close()
-    want, rounded = (reference(graph, weights, ids, torch_device, dtype) for dtype in ("float32", "bfloat16"))
+    rows = range(PROMPT - 1, len(ids))
+    want, rounded = (reference(graph, weights, ids, rows, torch_device, dtype) for dtype in ("float32", "bfloat16"))
     gbps = CEILING_GBPS if torch_device == "cuda" else plain_read_gbps(1 << 28, device.target.workers)
     floors = tuple(step_bytes(program.manifest, context + steps // 2) / gbps / 1e3 for context in contexts)
     return Row(
@@ -125,11 +126,11 @@ def measure(
 
 
 def reference(
-    graph: Graph, weights: Callable[[str], Any], ids: Sequence[int], device: str, dtype: str
+    graph: Graph, weights: Callable[[str], Any], ids: Sequence[int], rows: Sequence[int], device: str, dtype: str
 ) -> npt.NDArray[np.float32]:
-    """Logits of the last prompt token and those after it; weights are made again and again, so that any model fits."""
+    """Logits of the tokens `rows`; weights are made again and again, so that any model fits."""
     out = Interpreter(graph, weights, device=device, dtype=dtype, forget=True).step(ids)["logits"]
-    logits: npt.NDArray[np.float32] = out[PROMPT - 1 :].float().cpu().numpy()
+    logits: npt.NDArray[np.float32] = out[list(rows)].float().cpu().numpy()
     return logits
 
 
@@ -161,10 +162,8 @@ def position_errors(
     finally:
         run.close()
     want, rounded = (
-        Interpreter(graph, weights, device=torch_device, dtype=dtype, forget=True)
-        .step(ids)["logits"][list(positions)].float().cpu().numpy()
-        for dtype in ("float32", "bfloat16")
-    )  # fmt: skip
+        reference(graph, weights, ids, positions, torch_device, dtype) for dtype in ("float32", "bfloat16")
+    )
     for i, at in enumerate(positions):
         here = slice(i, i + 1)
         yield at, error(got[i], want[here]), error(rounded[here], want[here])

@@ -127,6 +127,11 @@ def layer_windows(fields: Fields, layers: int, max_positions: int) -> tuple[int 
     kinds = layer_kinds(fields, default)
     if "sliding_attention" in kinds and window is None:
         raise fields.wrong("use_sliding_window", "true, since layer_types has sliding_attention")
+    return kind_windows(kinds, window, max_positions)
+
+
+def kind_windows(kinds: Sequence[str], window: int | None, max_positions: int) -> tuple[int | None, ...]:
+    """The window of each layer: that of the layers of kind sliding_attention, none of the others."""
     return tuple(shown_window(window if kind == "sliding_attention" else None, max_positions) for kind in kinds)
 
 

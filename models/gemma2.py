@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megakernel.graph import Graph
-from megakernel.models.blocks import Decoder, decoder_graph, layer_kinds, read_model, shown_window
+from megakernel.models.blocks import Decoder, decoder_graph, kind_windows, layer_kinds, read_model
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
@@ -20,7 +20,6 @@ def build(config: Mapping[str, Any]) -> Graph:
     model = read_model(fields, max_positions=8192, head_dim=256, tied=True)
     window = fields.integer("sliding_window", 4096)
     kinds = layer_kinds(fields, ["full_attention" if i % 2 else "sliding_attention" for i in range(model.layers)])
-    sliding = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     fields.only("hidden_act", fields.raw("hidden_activation") or "gelu_pytorch_tanh", "gelu", "gelu_pytorch_tanh")
     for name in ("use_bidirectional_attention", "mlp_bias"):
         fields.only(name, False)
@@ -29,7 +28,7 @@ def build(config: Mapping[str, Any]) -> Graph:
         config=model,
         eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
-        windows=tuple(shown_window(w, model.max_positions) for w in sliding),
+        windows=kind_windows(kinds, window, model.max_positions),
         qkv_bias=bias,
         output_bias=bias,
         post_norms=True,

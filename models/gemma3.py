@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megakernel.graph import Graph
-from megakernel.models.blocks import Decoder, check_rope_scaling, decoder_graph, layer_kinds, read_model, shown_window
+from megakernel.models.blocks import Decoder, check_rope_scaling, decoder_graph, kind_windows, layer_kinds, read_model
 from megakernel.models.fields import Fields
 from megakernel.rope import RopeSpec, rope_spec
 
@@ -40,7 +40,7 @@ def build(config: Mapping[str, Any]) -> Graph:
         config=model,
         eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
-        windows=tuple(shown_window(window if k == "sliding_attention" else None, model.max_positions) for k in kinds),
+        windows=kind_windows(kinds, window, model.max_positions),
         ropes=tuple(ropes[kind] for kind in kinds),
         qkv_bias=bias,
         output_bias=bias,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megakernel.graph import Graph
-from megakernel.models.blocks import Decoder, decoder_graph, layer_kinds, read_model, shown_window
+from megakernel.models.blocks import Decoder, decoder_graph, kind_windows, layer_kinds, read_model
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("MinistralForCausalLM",)
@@ -23,12 +23,11 @@ def build(config: Mapping[str, Any]) -> Graph:
     kinds = layer_kinds(fields, ["full_attention" if window is None else "sliding_attention"] * model.layers)
     if window is None and "sliding_attention" in kinds:
         raise fields.wrong("sliding_window", "a number, since layer_types has sliding_attention")
-    sliding = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     decoder = Decoder(
         config=model,
         eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_act", "silu"),
-        windows=tuple(shown_window(w, model.max_positions) for w in sliding),
+        windows=kind_windows(kinds, window, model.max_positions),
     )
     fields.finish()
     return decoder_graph(decoder)

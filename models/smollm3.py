@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megakernel.graph import Graph
-from megakernel.models.blocks import Decoder, decoder_graph, layer_kinds, read_model, shown_window
+from megakernel.models.blocks import Decoder, decoder_graph, kind_windows, layer_kinds, read_model
 from megakernel.models.fields import Fields
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
@@ -23,12 +23,11 @@ def build(config: Mapping[str, Any]) -> Graph:
     window = fields.integer("sliding_window", model.max_positions) if used or fields.raw("sliding_window") else None
     kinds = layer_kinds(fields, ["full_attention" if not used or r else "sliding_attention" for r in rotated])
     bias = fields.flag("attention_bias", False)
-    sliding = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     decoder = Decoder(
         config=model,
         eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_act", "silu"),
-        windows=tuple(shown_window(w, model.max_positions) for w in sliding),
+        windows=kind_windows(kinds, window, model.max_positions),
         ropes=tuple(model.rope if r else None for r in rotated),
         qkv_bias=bias,
         output_bias=bias,

@@ -26,6 +26,7 @@ from megakernel.errors import DeviceFault, EngineClosed, LoweringError, ProgramE
 from megakernel.llm import LLM
 from megakernel.probe import forced_logits
 from megakernel.ranks import ProcessRank, Ranks
+from megakernel.request import Request
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
 from megakernel.settings import Settings
@@ -379,16 +380,22 @@ def test_a_fault_on_one_device_stops_all_and_is_the_one_reported(opened: Open, r
     assert tokens(llm, greedy(6)) == want
 
 
-@pytest.mark.alone
-def test_a_killed_process_ends_in_a_report(opened: Open) -> None:
-    llm = opened(tp=2, tp_processes=True, spin_ms=2_000, steps_per_launch=2_000, max_context=4_000)
-    tokens(llm, greedy(4))
+def running(llm: LLM) -> tuple[ProcessRank, Request]:
+    """Rank 1, a process, and a long request that has begun."""
     runtime = llm.engine.runtime
     assert isinstance(runtime, Ranks)
     other = runtime.others[0]
     assert isinstance(other, ProcessRank)
     request = llm.engine.submit(PROMPTS[0], greedy(3_900))
     next(iter(request))
+    return other, request
+
+
+@pytest.mark.alone
+def test_a_killed_process_ends_in_a_report(opened: Open) -> None:
+    llm = opened(tp=2, tp_processes=True, spin_ms=2_000, steps_per_launch=2_000, max_context=4_000)
+    tokens(llm, greedy(4))
+    other, request = running(llm)
     began = time.monotonic()
     os.kill(other.pid, signal.SIGKILL)
     with pytest.raises(
@@ -439,12 +446,7 @@ def test_a_stopped_process_ends_in_a_report(opened: Open, monkeypatch: pytest.Mo
     """It is alive, and never answers."""
     monkeypatch.setattr(ranks, "ENDING_S", 0.5)
     llm = opened(tp=2, tp_processes=True, spin_ms=BUDGET_MS, steps_per_launch=2_000, max_context=4_000)
-    runtime = llm.engine.runtime
-    assert isinstance(runtime, Ranks)
-    other = runtime.others[0]
-    assert isinstance(other, ProcessRank)
-    request = llm.engine.submit(PROMPTS[0], greedy(3_900))
-    next(iter(request))
+    other, request = running(llm)
     began = time.monotonic()
     os.kill(other.pid, signal.SIGSTOP)
     with pytest.raises(
