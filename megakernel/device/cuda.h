@@ -511,9 +511,10 @@ struct Loaded : Worker {
 // what the step before wrote in the other.
 constexpr uint32_t kInvalid = 0xffffffffu;
 
-MK_DEVICE bool invalid(const Quad& v) {
-  return v.x == kInvalid || v.y == kInvalid || v.z == kInvalid || v.w == kInvalid;
-}
+// kInvalid when one of the words is.
+MK_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+MK_DEVICE uint32_t worst(const Quad& v) { return larger(larger(v.x, v.y), larger(v.z, v.w)); }
+MK_DEVICE bool invalid(const Quad& v) { return worst(v) == kInvalid; }
 
 // The same place in the copy that the step before wrote.
 template <class T>

@@ -34,7 +34,8 @@ class Tunables:
     calm: the same while the worker waits for values of others, whose way it then leaves free.
     spare_stages: stages given up, so that their memory serves as cache.
     narrow_rows, 1 to 16: steps of more rows are wide ones, in programs with room for more than 16.
-    every_lane, 0 or 1: at a barrier every lane arrives, not one for its warp: slower, for tools that look for races."""
+    every_lane, 0 or 1: at a barrier every lane arrives, not one for its warp, and the cubin has line numbers: for tools
+    that look for races."""
 
     in_flight: int = 5
     calm: int = 2
@@ -76,6 +77,7 @@ def compile_flags(target: Target, chaos: bool, trace: bool, tunables: Tunables =
         *("--std=c++20", "--device-as-default-execution-space", "-DMEGAKERNEL_NO_STD=1"),
         *(f"-DMEGAKERNEL_{name}={value}" for name, value in sizes.items()),
         *("--extra-device-vectorization", "--diag-suppress=177", "--diag-suppress=445"),
+        *(("--generate-line-info",) if tunables.every_lane else ()),
         *(f"-DMEGAKERNEL_{name}=1" for name, wanted in flavours.items() if wanted),
     )
 

@@ -45,13 +45,13 @@ struct Producer {
 struct Consumer {
   Worker w;
   Ring ring;
-  uint32_t sums_slot, sums_parity, input_parity;
+  uint32_t input_parity;
   uint32_t landed = 0;  // stages from `ring` on that are known to be there
 
   MK_DEVICE void load() {
     w.load();
     const RoleState& s = w.state();
-    ring = s.ring, sums_slot = s.sums_slot, sums_parity = s.sums_parity, input_parity = s.input_parity;
+    ring = s.ring, input_parity = s.input_parity;
   }
   MK_DEVICE void save() const {
     save_own();
@@ -60,7 +60,7 @@ struct Consumer {
   // When the group has not met, the worker is as it was loaded, but for the state of random delays.
   MK_DEVICE void save_own() const {
     RoleState& s = w.state_to_write();
-    s.ring = ring, s.sums_slot = sums_slot, s.sums_parity = sums_parity, s.input_parity = input_parity;
+    s.ring = ring, s.input_parity = input_parity;
     if constexpr (kChaos) s.random = w.random;
     __syncwarp();
   }
@@ -123,8 +123,8 @@ struct Loader {
   }
   MK_DEVICE void end() {
     __syncwarp();
-    if (index() == 0) store_volatile(&block().asking, 0);
     barrier_arrive_warp(&block().input_full);
+    if (index() == 0) store_volatile(&block().asking, 0);
     parity ^= 1;
   }
 };

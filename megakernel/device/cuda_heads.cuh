@@ -1,5 +1,5 @@
 // What the loaders do for attention: queries, and keys and values of this step's rows, from the workspace into scratch,
-// normed, rotated, rounded. A head is in as many lanes as it has eights of elements. Part of cuda_pages.cuh.
+// normed, rotated, rounded. A head is in one warp, four elements a lane, or eight. Part of cuda_pages.cuh.
 #pragma once
 
 namespace megakernel::dev {
@@ -23,12 +23,16 @@ struct HeadLoader : PageShape<kConfig> {
   using Fields = abi::AttentionFields;
   using Items = PageItems<kConfig>;
   using Shape::kDim, Shape::kGroup, Shape::kHeads, Shape::kKvHeads, Shape::kPage, Shape::kPiece, Shape::kHalfRotary;
-  static constexpr uint32_t kEights = kDim / 8;
-  static constexpr uint32_t kLanes = kEights <= 4 ? 4 : kEights <= 8 ? 8 : kEights <= 16 ? 16 : 32;  // of a head
+  MK_DEVICE static constexpr uint32_t lanes(uint32_t parts) { return parts <= 4 ? 4 : parts <= 8 ? 8 : parts <= 16 ? 16 : 32; }
+  // Elements of a lane: four where the heads of one row are loaded at once all the same.
+  static constexpr uint32_t kOneRow = (kGroup < kBlockRows ? kGroup : kBlockRows) + 2;
+  static constexpr uint32_t kEach = kDim <= 128 && kOneRow * lanes(kDim / 4) <= kLoaders * 32 ? 4 : 8;
+  static constexpr uint32_t kParts = kDim / kEach, kLanes = lanes(kParts);                            // of a head
   static constexpr uint32_t kAtOnce = kLoaders * 32 / kLanes;                                         // heads
-  static constexpr uint32_t kTurn = kHalfRotary / 8;  // lanes between the halves of a rotation
-  static_assert(kConfig.interleaved || kHalfRotary % 8 == 0, "a lane's elements turn with those of one other lane");
+  static constexpr uint32_t kTurn = kHalfRotary / kEach;  // lanes between the halves of a rotation
+  static_assert(kConfig.interleaved || kHalfRotary % kEach == 0, "a lane's elements turn with those of one other lane");
 
+  using Elements = Part<kEach>;
   enum class Kind { kQuery, kKey, kValue, kNone };
 
   // What a lane has.
@@ -36,13 +40,13 @@ struct HeadLoader : PageShape<kConfig> {
     Kind kind = Kind::kNone;
     uint32_t place = 0, position = 0, page = 0;  // place: q-row of the block, or row of the fresh ones
     const float* from = nullptr;
-    Eight cos, sin, gamma;
+    Elements cos, sin, gamma;
   };
 
   Loader& l;
   const Fields& f;
   const Items& item;
-  const uint32_t i = l.w.warp_lane() % kLanes;  // which eight
+  const uint32_t i = l.w.warp_lane() % kLanes;  // which part
 
   // Head `n` of the block: its q-rows, then a key and a value for each fresh row.
   MK_DEVICE Head find(uint32_t base, uint32_t n) const {
@@ -51,7 +55,7 @@ struct HeadLoader : PageShape<kConfig> {
     h.cos.zero(), h.sin.zero(), h.gamma.zero();
     const uint32_t queries = tasks::least(kBlockRows, item.group_rows * kGroup - base);
     const typename Shape::Fresh fresh(base, item.group_rows);
-    if (n >= queries + 2 * (fresh.end - fresh.first) || i >= kEights) return h;
+    if (n >= queries + 2 * (fresh.end - fresh.first) || i >= kParts) return h;
     const bool query = n < queries;
     const uint32_t other = n - queries, m = base + n;
     const uint32_t r = item.group_row + (query ? m / kGroup : fresh.first + other / 2);
@@ -66,8 +70,8 @@ struct HeadLoader : PageShape<kConfig> {
     h.kind = query ? Kind::kQuery : other % 2 == 0 ? Kind::kKey : Kind::kValue;
     h.place = query ? n : other / 2;
     const uint32_t head = query ? item.head * kGroup + m % kGroup : kHeads + item.head + other % 2 * kKvHeads;
-    h.from = tasks::workspace<const float>(w, f.qkv) + uint64_t(r) * Shape::kColumns + head * kDim + i * 8;
-    if (normed(h.kind)) h.gamma.load_fixed(tasks::weights<float>(w, query ? f.q_gamma : f.k_gamma) + i * 8);
+    h.from = tasks::workspace<const float>(w, f.qkv) + uint64_t(r) * Shape::kColumns + head * kDim + i * kEach;
+    if (normed(h.kind)) h.gamma.load_fixed(tasks::weights<float>(w, query ? f.q_gamma : f.k_gamma) + i * kEach);
     if (h.kind != Kind::kValue) angles(h);
     return h;
   }
@@ -82,12 +86,13 @@ struct HeadLoader : PageShape<kConfig> {
     const float* sin = tasks::weights<float>(l.w, f.cos + f.sin) + uint64_t(h.position) * kHalfRotary;
     if constexpr (kConfig.interleaved) {
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) {
-        if (i * 4 + j < kHalfRotary) h.cos.v[j] = load_constant(cos + i * 4 + j), h.sin.v[j] = load_constant(sin + i * 4 + j);
+      for (uint32_t j = 0; j < kEach / 2; ++j) {
+        const uint32_t at = i * (kEach / 2) + j;
+        if (at < kHalfRotary) h.cos.v[j] = load_constant(cos + at), h.sin.v[j] = load_constant(sin + at);
       }
     } else if (i < 2 * kTurn) {
-      h.cos.load_fixed(cos + i % kTurn * 8);
-      h.sin.load_fixed(sin + i % kTurn * 8);
+      h.cos.load_fixed(cos + i % kTurn * kEach);
+      h.sin.load_fixed(sin + i % kTurn * kEach);
     }
   }
 
@@ -101,30 +106,41 @@ struct HeadLoader : PageShape<kConfig> {
       const Head h = find(base, n + own);
       if (!begun) l.begin();
       begun = true;
-      Eight x = wait(h);
+      Elements x = wait(h);
       norm(h, x);
       turn(h, x);
-      put(h, x);
+      Bits bits;
+#pragma unroll
+      for (uint32_t j = 0; j < kEach / 2; ++j) bits.word[j] = pack<Shape::kHalf>(x.v[2 * j], x.v[2 * j + 1]);
+      put(h, bits);
+      if (n + kAtOnce >= heads) l.end();
+      put_page(h, bits);
     }
-    l.end();
   }
 
-  // The eight elements of a head that other workers publish.
-  MK_DEVICE Eight wait(const Head& h) {
-    Quad q[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-    if (h.kind != Kind::kNone) q[0] = load_quad(h.from), q[1] = load_quad(h.from + 4);
+  // The elements of a head that other workers publish.
+  MK_DEVICE Elements wait(const Head& h) {
+    Quad q[Elements::kQuads];
+    const auto fetch = [&] {
+#pragma unroll
+      for (uint32_t j = 0; j < Elements::kQuads; ++j) q[j] = load_quad(h.from + 4 * j);
+    };
+#pragma unroll
+    for (Quad& v : q) v = Quad{0, 0, 0, 0};
+    if (h.kind != Kind::kNone) fetch();
     l.w.spin([&] {
-      const bool missing = invalid(q[0]) || invalid(q[1]);
-      if (missing) q[0] = load_quad(h.from), q[1] = load_quad(h.from + 4);
-      return !__any_sync(0xffffffffu, missing);
+      uint32_t all = worst(q[0]);
+      if constexpr (Elements::kQuads > 1) all = larger(all, worst(q[1]));
+      if (all == kInvalid) fetch();
+      return !__any_sync(0xffffffffu, all == kInvalid);
     }, abi::FaultKind::kValueBudget, 0);
     trace::ready_now(l.w, abi::Role::kLoader);
-    Eight x;
-    x.set(q[0], q[1]);
+    Elements x;
+    x.set(q);
     return x;
   }
 
-  MK_DEVICE void norm(const Head& h, Eight& x) const {
+  MK_DEVICE void norm(const Head& h, Elements& x) const {
     if constexpr (kConfig.q_norm || kConfig.k_norm) {
       float s = x.squares();
 #pragma unroll
@@ -133,44 +149,50 @@ struct HeadLoader : PageShape<kConfig> {
     }
   }
 
-  MK_DEVICE void turn(const Head& h, Eight& x) const {
+  MK_DEVICE void turn(const Head& h, Elements& x) const {
     if constexpr (kHalfRotary == 0) return;
     const bool wanted = h.kind == Kind::kQuery || h.kind == Kind::kKey;
     if constexpr (kConfig.interleaved) {
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) {
-        if (wanted && i * 4 + j < kHalfRotary) rotate(x.v[2 * j], x.v[2 * j + 1], h.cos.v[j], h.sin.v[j]);
+      for (uint32_t j = 0; j < kEach / 2; ++j) {
+        if (wanted && i * (kEach / 2) + j < kHalfRotary) rotate(x.v[2 * j], x.v[2 * j + 1], h.cos.v[j], h.sin.v[j]);
       }
     } else {
       const bool low = i < kTurn, turned = wanted && i < 2 * kTurn;
       const uint32_t lane = l.w.warp_lane(), partner = turned ? (low ? lane + kTurn : lane - kTurn) : lane;
 #pragma unroll
-      for (uint32_t j = 0; j < 8; ++j) {
+      for (uint32_t j = 0; j < kEach; ++j) {
         const float other = __shfl_sync(0xffffffffu, x.v[j], partner);
         if (turned) x.v[j] = low ? x.v[j] * h.cos.v[j] - other * h.sin.v[j] : x.v[j] * h.cos.v[j] + other * h.sin.v[j];
       }
     }
   }
 
-  // A query into the A operand; a key or a value to the fresh ones, and into its page.
-  MK_DEVICE void put(const Head& h, const Eight& x) const {
+  // The elements of a lane, rounded.
+  struct alignas(kEach * 2) Bits {
+    uint32_t word[kEach / 2];
+  };
+
+  // A query into the A operand; a key or a value to the fresh ones.
+  MK_DEVICE void put(const Head& h, const Bits& bits) const {
     if (h.kind == Kind::kNone) return;
-    const Quad bits = x.template packed<Shape::kHalf>();
-    uint8_t* scratch = block().scratch;
-    if (h.kind == Kind::kQuery) {
-      *reinterpret_cast<Quad*>(scratch + i / 4 * 512 + (h.place * 4 + i % 4) * 16) = bits;
-      return;
-    }
-    const bool value = h.kind == Kind::kValue;
+    const uint32_t octet = i * kEach / 8, within = i * kEach % 8 * 2;
+    const uint32_t query = octet / 4 * 512 + (h.place * 4 + octet % 4) * 16 + within;
+    const uint32_t fresh = Shape::kQueryBytes + h.place * Shape::kFreshBytes + (h.kind == Kind::kValue) * kDim * 2 + i * kEach * 2;
+    *reinterpret_cast<Bits*>(block().scratch + (h.kind == Kind::kQuery ? query : fresh)) = bits;
+  }
+
+  // A key or a value into its page, for the steps to come: in this one nobody reads it there.
+  MK_DEVICE void put_page(const Head& h, const Bits& bits) const {
+    if (h.kind == Kind::kNone || h.kind == Kind::kQuery) return;
     const uint32_t token = h.position % kPage;
-    *reinterpret_cast<Quad*>(scratch + Shape::kQueryBytes + h.place * Shape::kFreshBytes + value * kDim * 2 + i * 16) = bits;
     char* pool = reinterpret_cast<char*>(l.w.args.kv + f.layer * l.w.args.kv_layer_stride);
     char* page = pool + (uint64_t(h.page) * kKvHeads + item.head) * Shape::kUnitBytes;
-    if (!value) {
-      *reinterpret_cast<Quad*>(page + Shape::key_at(token, i * 8)) = bits;
+    if (h.kind == Kind::kKey) {
+      *reinterpret_cast<Bits*>(page + Shape::key_at(token, i * kEach)) = bits;
       return;
     }
-    Shape::put_value(page, token, i * 8, bits);
+    Shape::put_value(page, token, i * kEach, bits.word);
   }
 };
 

@@ -24,7 +24,8 @@ struct Fragments {
 struct Octet {
   Quad v[2];
 
-  MK_DEVICE bool missing() const { return invalid(v[0]) || invalid(v[1]); }
+  MK_DEVICE uint32_t worst() const { return larger(dev::worst(v[0]), dev::worst(v[1])); }
+  MK_DEVICE bool missing() const { return worst() == kInvalid; }
   MK_DEVICE void zero() { v[0] = v[1] = Quad{0, 0, 0, 0}; }
   MK_DEVICE void fetch(const float* p) {
     v[0] = load_quad(p);
@@ -171,10 +172,10 @@ struct RowLoader {
       if (column[i] < f.k) octet[i].fetch(x + column[i]);
     }
     w.spin([&] {
-      bool missing = false;
+      uint32_t all = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < kOctets; ++i) missing |= octet[i].missing();
-      if (!__any_sync(0xffffffffu, missing)) return true;
+      for (uint32_t i = 0; i < kOctets; ++i) all = larger(all, octet[i].worst());
+      if (!__any_sync(0xffffffffu, all == kInvalid)) return true;
 #pragma unroll
       for (uint32_t i = 0; i < kOctets; ++i) {
         if (octet[i].missing()) octet[i].fetch(x + column[i]);

@@ -1,4 +1,4 @@
-// What attention works on: sizes and places, the items of a worker, eight elements of a head. Part of cuda_pages.cuh.
+// What attention works on: sizes and places, the items of a worker, parts of a head. Part of cuda_pages.cuh.
 #pragma once
 
 namespace megakernel::dev {
@@ -33,12 +33,12 @@ struct PageShape {
     return kKeyBytes + t / 32 * (kDim * 64) + dim / 8 * 512 + (dim % 8 * 4 + t % 8 / 2) * 16 + t % 32 / 8 * 4 + t % 2 * 2;
   }
 
-  // Eight elements of a value: each goes to a place of its own.
-  MK_DEVICE static void put_value(void* page, uint32_t token, uint32_t dim, const Quad& bits) {
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+  // Elements of a value from an even one on, two a word: each goes to a place of its own. They are of one eight.
+  template <uint32_t kWords>
+  MK_DEVICE static void put_value(void* page, uint32_t token, uint32_t dim, const uint32_t (&words)[kWords]) {
     char* at = static_cast<char*>(page) + value_at(token, dim);
 #pragma unroll
-    for (uint32_t j = 0; j < 8; ++j) {
+    for (uint32_t j = 0; j < 2 * kWords; ++j) {
       *reinterpret_cast<uint16_t*>(at + j * 64) = uint16_t(words[j / 2] >> (j % 2 * 16));
     }
   }
@@ -116,31 +116,38 @@ struct PageItems : Item {
   }
 };
 
-struct Eight {
-  float v[8];
+// Consecutive elements of a head: what a lane of the loaders has.
+template <uint32_t kCount>
+struct Part {
+  static constexpr uint32_t kQuads = kCount / 4;
+  float v[kCount];
 
   MK_DEVICE void zero() {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = 0.0f;
+    for (uint32_t i = 0; i < kCount; ++i) v[i] = 0.0f;
   }
-  MK_DEVICE void load_fixed(const float* p) { set(load_constant_quad(p), load_constant_quad(p + 4)); }
-  MK_DEVICE void set(const Quad& a, const Quad& b) {
-    v[0] = as_float(a.x), v[1] = as_float(a.y), v[2] = as_float(a.z), v[3] = as_float(a.w);
-    v[4] = as_float(b.x), v[5] = as_float(b.y), v[6] = as_float(b.z), v[7] = as_float(b.w);
+  MK_DEVICE void load_fixed(const float* p) {
+    Quad q[kQuads];
+#pragma unroll
+    for (uint32_t i = 0; i < kQuads; ++i) q[i] = load_constant_quad(p + 4 * i);
+    set(q);
+  }
+  MK_DEVICE void set(const Quad (&q)[kQuads]) {
+#pragma unroll
+    for (uint32_t i = 0; i < kQuads; ++i) {
+      v[4 * i] = as_float(q[i].x), v[4 * i + 1] = as_float(q[i].y);
+      v[4 * i + 2] = as_float(q[i].z), v[4 * i + 3] = as_float(q[i].w);
+    }
   }
   MK_DEVICE float squares() const {
     float s = v[0] * v[0];
 #pragma unroll
-    for (int i = 1; i < 8; ++i) s = fmaf(v[i], v[i], s);
+    for (uint32_t i = 1; i < kCount; ++i) s = fmaf(v[i], v[i], s);
     return s;
   }
-  MK_DEVICE void scale(float factor, const Eight& gamma) {
+  MK_DEVICE void scale(float factor, const Part& gamma) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * gamma.v[i];
-  }
-  template <bool kHalf>
-  MK_DEVICE Quad packed() const {
-    return {pack<kHalf>(v[0], v[1]), pack<kHalf>(v[2], v[3]), pack<kHalf>(v[4], v[5]), pack<kHalf>(v[6], v[7])};
+    for (uint32_t i = 0; i < kCount; ++i) v[i] = v[i] * factor * gamma.v[i];
   }
 };
 

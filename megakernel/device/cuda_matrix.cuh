@@ -14,7 +14,7 @@ constexpr uint32_t kBlockTiles = 4;
 constexpr uint32_t kLookStages = 6;  // whose arrival consumers look at before the input is there
 constexpr uint32_t kMaxChunks = 4;  // 32-column chunks of a unit in one warp
 
-// Memory for partial sums: of each warp and row the kBlockTiles * 8 outputs, and of each row and warp the sum of squares.
+// Memory for partial sums: of each row and warp the kBlockTiles * 8 outputs, then the sum of squares.
 // `rows` is that of the step, for every task of the step, so that no two of its uses overlap.
 struct Sums {
   static constexpr uint32_t kOutputs = kBlockTiles * 8;
@@ -140,11 +140,16 @@ MK_DEVICE float2 chains_sum(const Chains& d, uint32_t high) {
   return make_float2(d[0][first] + d[1][second], d[0][first + 1] + d[1][second + 1]);
 }
 
-// Where partial sums of the next block go, once the storer has read what was there.
+// Where partial sums of the next block go, once the storer has read what was there. What the next block's turn is stays in
+// shared memory meanwhile.
 struct HandOver {
+  uint32_t at;  // in scratch; its lowest bit is the slot
+
   MK_DEVICE void begin(Consumer& c) {
-    const uint32_t slot = Sums::slot(c.sums_slot, Sums::room(*c.w.header));
-    c.w.wait_barrier(&block().sums_empty[slot], (c.sums_parity >> slot & 1) ^ 1);
+    const RoleState& s = c.w.state();
+    const uint32_t room = Sums::room(*c.w.header), slot = Sums::slot(s.sums_slot, room);
+    at = (kScratchBytes - (slot + 1) * Sums::bytes(room)) | slot;
+    c.w.wait_barrier(&block().sums_empty[slot], (s.sums_parity >> slot & 1) ^ 1);
   }
 
   // Lane 4 g + t has rows g and g + 8, rows 2 t and 2 t + 1 of each tile's weights.
@@ -152,23 +157,26 @@ struct HandOver {
   MK_DEVICE void put(Consumer& c, const Input& input, const Chains (&d)[kBlockTiles], uint32_t rows, bool norm) {
     Worker& w = c.w;
     const uint32_t group = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
-    const uint32_t room = Sums::room(*w.header), slot = Sums::slot(c.sums_slot, room);
-    float* sums = Sums::at(room, slot);
-    float* out = sums + w.warp() * rows * Sums::kOutputs + pair;
+    const uint32_t slot = at & 1;
+    float* sums = reinterpret_cast<float*>(block().scratch + (at & ~1u));
+    float* out = sums + w.warp() * Sums::kOutputs + pair;
 #pragma unroll
     for (uint32_t h = 0; h < (Input::kHigh ? 2 : 1); ++h) {
       if (group + h * 8 >= rows) continue;
-      auto* at = reinterpret_cast<float2*>(out + (group + h * 8) * Sums::kOutputs);
+      auto* to = reinterpret_cast<float2*>(out + (group + h * 8) * (kConsumers * Sums::kOutputs));
 #pragma unroll
       for (uint32_t t = 0; t < kBlockTiles; ++t) {
-        at[t * 4] = chains_sum<Input::kHigh>(d[t], h);
+        to[t * 4] = chains_sum<Input::kHigh>(d[t], h);
       }
     }
     if (norm) input.put_squares(w, sums + kConsumers * Sums::kOutputs * rows + w.warp(), rows);
     __syncwarp();
     barrier_arrive_warp(&block().sums_full[slot]);
-    c.sums_parity ^= 1u << slot;
-    ++c.sums_slot;
+    RoleState& s = w.state();
+    const uint32_t turn = s.sums_slot + 1, parity = s.sums_parity ^ 1u << slot;
+    RoleState& to = w.state_to_write();
+    to.sums_slot = turn, to.sums_parity = parity;
+    __syncwarp();
   }
 };
 
@@ -199,6 +207,9 @@ MK_DEVICE void clear_chains(Chains (&d)[kBlockTiles]) {
 
 using Weights = Quad[kMaxChunks];  // of a warp in a stage
 
+// Whether a stage may be read. One that is not there may: what is read is not used. For tools that look for races it is not.
+MK_DEVICE bool may_read(bool there) { return kWarpArrivals == 1 || there; }
+
 // Two tiles at a time, because a warp would wait for each product before it starts the next one of the same chain.
 template <bool kHalf, bool kHigh>
 MK_DEVICE void multiply_two(Chains& d, Chains& e, const Fragments<kHigh>& x, const Weights& b, const Weights& c) {
@@ -217,7 +228,7 @@ MK_DEVICE void take_pair(Consumer& c, Chains (&d)[kBlockTiles], const Fragments<
   const Ring first = c.ring;
   c.await();
   c.ring.next();
-  const uint32_t second = c.ring.slot;
+  const uint32_t second = may_read(two) ? c.ring.slot : first.slot;
   if (two) {
     c.await();
     c.ring.next();
@@ -232,15 +243,24 @@ MK_DEVICE void take_pair(Consumer& c, Chains (&d)[kBlockTiles], const Fragments<
   multiply_two<kHalf>(d[kFirst], d[kFirst + 1], x, b[0], b[1]);
 }
 
-// The first stages of a record with one row, in registers before its input comes: then little is left to do, and the
-// producer has their room for what follows. Of three tiles or four they are the first unit, of two the first two.
-struct Held {
-  Weights b0, b1, b2, b3;
+template <bool kHalf, bool kHigh>
+MK_DEVICE void multiply_one(Chains& d, const Fragments<kHigh>& x, const Weights& b) {
+#pragma unroll
+  for (uint32_t i = 0; i < kMaxChunks; ++i) multiply_chunk<kHalf>(d, x, i, b[i]);
+}
 
-  MK_DEVICE static uint32_t units(uint32_t tiles, uint32_t unit_count) { return tiles == 2 && unit_count > 1 ? 2 : 1; }
+// The first three stages of a record with one row, in registers before its input comes: then little is left to do, and the
+// producer has their room for what follows. Of three tiles or four they are the first unit with the fourth stage, of two the
+// first two units with it, of one the first three.
+struct Held {
+  Weights b0, b1, b2;
+
+  MK_DEVICE static uint32_t units(uint32_t tiles, uint32_t unit_count) {
+    return tasks::least(unit_count, tiles == 1 ? 3 : tiles == 2 ? 2 : 1);
+  }
   MK_DEVICE void take(Consumer& c, const ChunkPlaces& places, uint32_t stages) {
     take(c, places, b0, true);
-    take(c, places, b1, true);
+    take(c, places, b1, stages > 1);
     take(c, places, b2, stages > 2);
   }
   template <bool kHalf, class Input>
@@ -249,15 +269,26 @@ struct Held {
     Fragments<false> x;
     input.fragments(share, 0, x);
     clear_chains(d);
-    multiply_two<kHalf>(d[0], d[1], x, b0, b1);
-    take(c, places, b3, tiles * units > 3);
-    if (tiles == 2) {
+    if (tiles == 1) {
+      multiply_one<kHalf>(d[0], x, b0);
       if (units > 1) {
         input.fragments(share, 1, x);
-        multiply_two<kHalf>(d[0], d[1], x, b2, b3);
+        multiply_one<kHalf>(d[0], x, b1);
       }
+      if (units > 2) {
+        input.fragments(share, 2, x);
+        multiply_one<kHalf>(d[0], x, b2);
+      }
+      return;
+    }
+    multiply_two<kHalf>(d[0], d[1], x, b0, b1);
+    take(c, places, b1, tiles * units > 3);
+    if (tiles == 2) {
+      if (units == 1) return;
+      input.fragments(share, 1, x);
+      multiply_two<kHalf>(d[0], d[1], x, b2, b1);
     } else {
-      multiply_two<kHalf>(d[2], d[3], x, b2, b3);
+      multiply_two<kHalf>(d[2], d[3], x, b2, b1);
     }
   }
 
@@ -265,7 +296,7 @@ struct Held {
   // What is read of a stage that is not there is not used.
   MK_DEVICE static void take(Consumer& c, const ChunkPlaces& places, Weights& b, bool there) {
     if (there) c.await();
-    places.load(c.ring.slot, b);
+    if (may_read(there)) places.load(c.ring.slot, b);
     if (there) c.give_back();
   }
 };
@@ -286,13 +317,10 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
   Chains d[kBlockTiles];
   const uint32_t tiles = tasks::least(record.tile_count, kBlockTiles);
   uint32_t unit = 0;
-  if (kHigh || tiles == 1 || units == 1) {
-    if constexpr (!kHigh) {
-      if (!c.has_input()) c.look(tasks::least(units * tiles, kLookStages));
-    }
+  if constexpr (kHigh) {
     clear_chains(d);
     input.begin(c, f, share, flags);
-  } else if constexpr (!kHigh) {
+  } else {
     Held held;
     unit = Held::units(tiles, units);
     held.take(c, places, tiles * unit);

@@ -209,7 +209,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
         if (i < kDim / 8) {
           *reinterpret_cast<Quad*>(stage.keys + Shape::key_at(token, i * 8)) = bits;
         } else {
-          Shape::put_value(stage.values(), token, i * 8 - kDim, bits);
+          const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+          Shape::put_value(stage.values(), token, i * 8 - kDim, words);
         }
       }
       fence_shared_for_copies();  // before the stage is filled again

@@ -278,11 +278,23 @@ MK_DEVICE uint32_t load_acquire(const uint32_t* p) {
   return v;
 }
 
+// A word that warps read and write with no order between them, on purpose. Tools that look for races take it from atomics only.
 template <class T>
 MK_DEVICE uint32_t load_volatile(const T* p) {
+  static_assert(sizeof(T) == 4);
+#ifdef MEGAKERNEL_EVERY_LANE
+  return atomicOr(reinterpret_cast<uint32_t*>(const_cast<T*>(p)), 0u);
+#else
   return *reinterpret_cast<const volatile uint32_t*>(p);
+#endif
 }
-MK_DEVICE void store_volatile(uint32_t* p, uint32_t v) { *static_cast<volatile uint32_t*>(p) = v; }
+MK_DEVICE void store_volatile(uint32_t* p, uint32_t v) {
+#ifdef MEGAKERNEL_EVERY_LANE
+  atomicExch(p, v);
+#else
+  *static_cast<volatile uint32_t*>(p) = v;
+#endif
+}
 MK_DEVICE void end_thread() { asm volatile("exit;"); }
 
 MK_DEVICE uint64_t clock_ns() {

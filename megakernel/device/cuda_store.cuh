@@ -121,7 +121,7 @@ struct RowStorer {
   MK_DEVICE float total(const float* sums, uint32_t r, uint32_t lane) const {
     float part[kConsumers];
 #pragma unroll
-    for (uint32_t i = 0; i < kConsumers; ++i) part[i] = sums[(i * rows + r) * Sums::kOutputs + lane];
+    for (uint32_t i = 0; i < kConsumers; ++i) part[i] = sums[(r * kConsumers + i) * Sums::kOutputs + lane];
     float factor = 1.0f;
     if constexpr (flags.norm()) {
       const auto* squares = reinterpret_cast<const float4*>(sums + kConsumers * (Sums::kOutputs * rows + r));

@@ -347,7 +347,10 @@ MK_DEVICE void run_control(bool one_step) {
       b.record_at[slot] = index;
       put_word(w, b.record[slot], word);
       word = after;
-      if (!last && idles<Tasks>(w, b.record[slot])) continue;
+      if (!last && idles<Tasks>(w, b.record[slot])) {
+        dev::warp_meets();  // all have read it: the next comes to the same place
+        continue;
+      }
       dev::barrier_arrive_warp(&b.record_full[slot]);
       trace::filled(w);
       if (++slot == dev::kRecords) {

@@ -49,6 +49,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 500000.0, "tie_word_embeddings": False,
         "hidden_act": "silu", "attention_bias": False,
     },
+    # Rows of several units: what consumers hold of a product before its input comes depends on its units and tiles.
+    "tiny-broad": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2304, "intermediate_size": 4352,
+        "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 96, "vocab_size": 1517,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    },
 }  # fmt: skip
 
 

@@ -61,6 +61,25 @@ def test_equal_with_fewer_workers(model: tuple[Runtime, Any, Any], workers: int)
         few.close()
 
 
+@pytest.fixture(scope="module")
+def of_a_broad_model() -> list[list[list[int]]]:
+    return []
+
+
+@pytest.mark.parametrize("workers", [None, 100, 66, 40, 25])
+def test_shares_of_any_size(workers: int | None, of_a_broad_model: list[list[list[int]]]) -> None:
+    """One tile of a product or many, one unit or several: each row alone as in a batch, on any number of workers."""
+    run = opened("tiny-broad", workers=workers)[0]
+    given = prompts(run.manifest.vocab, (5, 3, 1))
+    try:
+        together = generate(run, given, 12)
+        assert together == [generate(run, [p], 12)[0] for p in given]
+    finally:
+        run.close()
+    of_a_broad_model.append(together)
+    assert together == of_a_broad_model[0]
+
+
 def test_random_delays_change_nothing() -> None:
     run = opened("tiny-llama")[0]
     slow = opened("tiny-llama", chaos=True)[0]
