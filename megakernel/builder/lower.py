@@ -18,6 +18,7 @@ from megakernel.builder.fuse import (
     Norm,
     fuse,
 )
+from megakernel.builder.giving import give_inputs, given_bytes
 from megakernel.builder.heads import HeadOrder, head_orders
 from megakernel.builder.layout import weight_layout
 from megakernel.builder.memory import TensorSize
@@ -69,6 +70,10 @@ class Limits:
     def wide(self, target: Target) -> bool:
         """Whether a step may have more rows than one tile on a target that has kernels of their own for those."""
         return target.backend == "cuda" and self.max_rows > TILE_ROWS
+
+    def packs(self, target: Target) -> bool:
+        """Whether the workers of a product share the work of packing its input when a step has several rows."""
+        return target.backend == "cuda" and self.max_rows > 1
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,9 @@ class _Lowering:
             self._sampling()
         else:
             self._outputs()
+        if self.limits.packs(self.target):
+            given, self.tensors = give_inputs(self.nodes, self.tensors)
+            self.nodes = list(given)
         kv_heads, head_dim = self.kv or (1, 8)
         pages = page_tokens(self.target, head_dim, self.limits.kv_dtype)
         streamed = sum(n.task.cost(n, 0, n.tiles, 0).stream_bytes for n in self.nodes if "weight" in n.weights)
@@ -268,9 +276,9 @@ class _Lowering:
         self.nodes.append(made)
         if sends is not None:
             self.senders[item.output] = made
-        if self.limits.wide(self.target) and not item.sampled:
+        if self.limits.packs(self.target) and not item.sampled:
             size = self.tensors[item.output]
-            behind = -(-self._packed_bytes(item.output) // (4 * size.cols))
+            behind = -(-(given_bytes(size.cols) + self._packed_bytes(item.output)) // (4 * size.cols))
             self.tensors[item.output] = replace(size, rows=size.rows + behind)
 
     def _sends(self, item: FusedMatmul, n: int) -> dict[str, int] | None:
@@ -370,7 +378,7 @@ class _Lowering:
         for name in {self.graph.output, head}:
             size = self.tensors[name]  # of a part as well: who finds the largest reckons with the whole vocabulary
             need = -(-(logits.rows + best) * vocab // size.cols) if best else size.rows
-            if self.limits.wide(self.target) and name == head:  # behind that the packed input of the product
+            if self.limits.packs(self.target) and name == head:  # behind that the packed input of the product
                 need += -(-self._packed_bytes(name) // (4 * size.cols))
             self.tensors[name] = TensorSize(need, size.cols, size.dtype, keep=True)
         self.nodes.append(
@@ -390,11 +398,13 @@ class _Lowering:
         )
 
     def _packed_bytes(self, output: str) -> int:
-        """Room behind a product's output for its input as wide steps pack it: of each row the squares of 8 shares, and
-        the columns in the type of the weights. See device/cuda_wide.cuh."""
+        """Room behind a product's output for its input as steps of several rows pack it: of each row the squares of 8
+        shares, and the columns in the type of the weights; that of wide steps behind that of narrow ones. See
+        device/cuda_room.cuh and cuda_wide.cuh."""
         product = next(n for n in self.nodes if n.task is matmul.Matmul and n.tensors["output"] == output)
-        capacity, columns = row_capacity(self.limits.max_rows), product.sizes["k_unit"] * product.sizes["units"]
-        return ALIGN + capacity * 8 * 4 + capacity * columns * self.limits.dtype.bytes
+        columns = product.sizes["k_unit"] * product.sizes["units"]
+        rows = TILE_ROWS + (row_capacity(self.limits.max_rows) if self.limits.wide(self.target) else 0)
+        return ALIGN + rows * 8 * 4 + rows * columns * self.limits.dtype.bytes
 
     # ------------------------------------------------------------------------------------------ parts
     def _tensor(self, name: str, cols: int, rows: int | None = None) -> None:

@@ -43,13 +43,19 @@ constexpr uint32_t kGivenUp = MEGAKERNEL_STAGES >= kLent + kFewestStages ? kLent
 constexpr uint32_t kScratchBytes = kBaseScratch + kGivenUp * kStageBytes, kStages = MEGAKERNEL_STAGES - kGivenUp;
 constexpr uint32_t kInFlight = MEGAKERNEL_IN_FLIGHT < kStages ? MEGAKERNEL_IN_FLIGHT : kStages;  // stages being copied
 constexpr uint32_t kCalm = MEGAKERNEL_CALM < kInFlight ? MEGAKERNEL_CALM : kInFlight;  // the same while loaders ask for values
+// In a step that was announced to have several rows the last stages are no part of the ring: inputs go there.
+constexpr bool kRooms = kStages >= kFewestStages + 2;
+constexpr uint32_t kRoomStages = kStages >= kFewestStages + 4 ? 4 : 2, kRowStages = kStages - kRoomStages;
 
-// Stages in the order in which they are filled.
-struct Ring {
+// Stages in the order in which they are filled, the first `end` of them.
+struct RingPlace {
   uint32_t slot, parity;
+};
+struct Ring : RingPlace {
+  uint32_t end;
 
   __device__ __forceinline__ void next() {
-    if (++slot == kStages) {
+    if (++slot == end) {
       slot = 0;
       parity ^= 1;
     }
@@ -59,8 +65,8 @@ struct Ring {
     slot += stages;
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      if (slot < kStages) break;
-      slot -= kStages;
+      if (slot < end) break;
+      slot -= end;
       parity ^= 1;
     }
   }
@@ -74,10 +80,10 @@ struct RoleState {
   const abi::Record* record;
   uint32_t record_index, group_parity, turn, random;
   uint32_t record_slot, record_parity, header_parity;  // what to wait for next
-  Ring ring;
+  RingPlace ring;
   union {
     struct {  // of the producer
-      Ring tail;
+      RingPlace tail;
       uint32_t in_flight;
     };
     struct {  // of the others
@@ -86,6 +92,12 @@ struct RoleState {
     };
   };
 };
+
+// Of steps of several rows: what a warp keeps beside it.
+struct RoomState {
+  uint32_t end;                  // of its ring
+  uint16_t parity, left_parity;  // of the room's stages, one bit each (of the storer: of `sums_read`); and when they left the
+};                               // ring, theirs
 
 // What the producer has found out about the pages of attention in this step: the same in every layer with the same tile.
 struct KnownPages {
@@ -117,8 +129,9 @@ struct alignas(128) Block {
   uint64_t full[kStages], empty[kStages];
   uint64_t record_full[kRecords], record_empty[kRecords];
   uint64_t header_full[2], step_done;
-  uint64_t sums_full[2], sums_empty[2];
+  uint64_t sums_full[2], sums_empty[2], sums_read[2];  // read: by the consumers themselves
   uint64_t input_full, input_empty;  // scratch below the sums: the loaders fill it, the consumers read it
+  uint64_t room_full[kRoomStages], room_empty[kRoomStages];  // the same of stages for inputs
   uint32_t asking;                   // the loaders wait for values of other workers
   KnownPages known_pages;
   uint64_t group, rolled;
@@ -126,6 +139,7 @@ struct alignas(128) Block {
   int32_t reduce_int[2][kConsumers];
   uint64_t broadcast_word[2];
   RoleState state[kWarps];
+  RoomState room[kWarps];
   uint8_t copying[kStages];  // of each stage: 0 never filled, else 2 + parity of the phase that fills it
   uint32_t stop;             // every thread of the block ends when it next waits
   LastWords words;           // of the warp that set `stop`
@@ -155,7 +169,11 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
   if (threadIdx.x < sizeof(abi::KernelArgs) / 4) {
     reinterpret_cast<uint32_t*>(&b.args)[threadIdx.x] = reinterpret_cast<const uint32_t*>(&args)[threadIdx.x];
   }
-  if (threadIdx.x % 32 == 0) b.state[threadIdx.x / 32] = RoleState{};
+  if (threadIdx.x % 32 == 0) {
+    RoleState& state = b.state[threadIdx.x / 32];
+    state = RoleState{};
+    b.room[threadIdx.x / 32] = {kStages, 0, 0};
+  }
   if (threadIdx.x == 0) {
     b.even_workspace = args.workspace;
     for (uint32_t i = 0; i < kStages; ++i) {
@@ -171,9 +189,14 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
       barrier_init(&b.header_full[i], kWarpArrivals);
       barrier_init(&b.sums_full[i], kConsumers * kWarpArrivals);
       barrier_init(&b.sums_empty[i], kWarpArrivals);
+      barrier_init(&b.sums_read[i], kConsumers * kWarpArrivals);
     }
     barrier_init(&b.input_full, kLoaders * kWarpArrivals);
     barrier_init(&b.input_empty, kConsumers * kWarpArrivals);
+    for (uint32_t i = 0; i < kRoomStages; ++i) {
+      barrier_init(&b.room_full[i], kLoaders * kWarpArrivals);
+      barrier_init(&b.room_empty[i], kConsumers * kWarpArrivals);
+    }
     barrier_init(&b.step_done, (kConsumers + 2 + kLoaders) * kWarpArrivals);  // consumers, producer, storer, loaders
     barrier_init(&b.group, kConsumers * kWarpArrivals);
     barrier_init(&b.rolled, kWarpArrivals);
@@ -204,16 +227,15 @@ MK_DEVICE void copy_many(uint32_t* to, const uint32_t* from) {
   __syncwarp();
 }
 
-// The first step of a launch may be wide.
-MK_DEVICE void begin_headers(abi::StepHeader& last) {
-  if constexpr (kWide) last.widens = 1;
-}
+// The first step of a launch may be anything.
+MK_DEVICE void begin_headers(abi::StepHeader& last) { last.widens = kWide ? 2 : block().args.max_rows > 1; }
 
 MK_DEVICE uint32_t worker_index() { return blockIdx.x; }
 MK_DEVICE uint32_t lane_of_warp() { return threadIdx.x % 32; }
 MK_DEVICE void warp_meets() { __syncwarp(); }
 MK_DEVICE bool first_warp() { return threadIdx.x < 32; }
 MK_DEVICE RoleState& own_state() { return block().state[threadIdx.x / 32]; }
+MK_DEVICE RoomState& own_room() { return block().room[threadIdx.x / 32]; }
 
 // ------------------------------------------------------------------------------------------------ waiting
 // The first fault of a launch is recorded; every worker leaves when it next waits.
@@ -303,8 +325,8 @@ MK_DEVICE const abi::Record* in_shared(const abi::Record* p) {
 // One warp's view of its worker; the 8 consumers together are the group of a simple task. Nothing takes its address, so
 // that everything in it is a register.
 struct Worker {
-  // `advance` says a step ahead that there may be more rows than kNarrowRows.
-  static constexpr bool kWide = dev::kWide;
+  // `advance` says a step ahead that there may be several rows, or more than kNarrowRows.
+  static constexpr bool kAnnounces = kRooms || dev::kWide, kWide = dev::kWide;
   static constexpr uint32_t kNarrowRows = dev::kNarrowRows, kScratchRoom = dev::kScratchBytes;
   const abi::KernelArgs& args;
   const uint32_t id;

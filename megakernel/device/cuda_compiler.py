@@ -14,8 +14,8 @@ from megakernel.target import Target
 INSTALL = 'pip install "megakernel-decode[cuda]"'
 WARPS = 15  # as in cuda.h
 STAGE_BYTES = 16384
-SCRATCH_BYTES = 31744  # inputs, partial sums, merges
-CONTROL_BYTES = 4096  # barriers, records, headers
+SCRATCH_BYTES = 31488  # inputs, partial sums, merges
+CONTROL_BYTES = 4352  # barriers, records, headers
 MIN_STAGES = 4
 PRELUDE = """#pragma once
 #define __builtin_offsetof(type, member) __INTADDR__(&(((type*)0)->member))
@@ -40,7 +40,7 @@ class Tunables:
     in_flight: int = 5
     calm: int = 2
     spare_stages: int = 0
-    narrow_rows: int = 8
+    narrow_rows: int = 16
     every_lane: int = 0
 
 

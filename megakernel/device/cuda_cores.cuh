@@ -17,7 +17,8 @@ struct Producer {
   MK_DEVICE void load() {
     w.load();
     const RoleState& s = w.state();
-    head = s.ring, tail = s.tail, in_flight = s.in_flight;
+    const uint32_t end = own_room().end;
+    head = {s.ring, end}, tail = {s.tail, end}, in_flight = s.in_flight;
   }
   MK_DEVICE void save() const {
     RoleState& s = w.state_to_write();
@@ -51,7 +52,7 @@ struct Consumer {
   MK_DEVICE void load() {
     w.load();
     const RoleState& s = w.state();
-    ring = s.ring, input_parity = s.input_parity;
+    ring = {s.ring, own_room().end}, input_parity = s.input_parity;
   }
   MK_DEVICE void save() const {
     save_own();
@@ -187,6 +188,24 @@ __device__ __noinline__ void lend_scratch() {
   l.end();
   l.save();
 }
+
+}  // namespace megakernel::dev
+
+namespace megakernel::several {
+
+// What consumers and loaders do for a task in a step of several rows, where that is other code.
+template <class C>
+__device__ __noinline__ void consume() {
+  C::template run<true>();
+}
+template <class C>
+__device__ __noinline__ void load() {
+  C::template load_as<true>();
+}
+
+}  // namespace megakernel::several
+
+namespace megakernel::dev {
 
 template <class T>
 struct Core {

@@ -214,7 +214,7 @@ __device__ __noinline__ void load_row(bool sampled) {
 // The input of a consumer when there is one row.
 template <bool kHalf>
 struct OneRow {
-  static constexpr bool kHigh = false;
+  static constexpr bool kHigh = false, kLooks = true;  // kLooks: at stages while it waits
   const uint8_t* stash = nullptr;
   float squares = 0.0f;
 
@@ -228,7 +228,9 @@ struct OneRow {
     stash = all.share(c.w.warp()) + c.w.warp_lane() % 4 * 16;
     if (flags.norm()) squares = all.squares()[c.w.warp()];
   }
+  MK_DEVICE void finish(Consumer&) {}
   MK_DEVICE void end(Consumer& c) { c.free_input(); }
+  MK_DEVICE void leave(Consumer&, const MatrixFields&) {}
 
   MK_DEVICE void fragments(const Share& share, uint32_t unit, Fragments<false>& a) const {
     const uint8_t* at = stash + unit * share.count * 64;
@@ -248,16 +250,19 @@ struct OneRow {
   }
 };
 
-// Any number of rows: lane / 4 is the row, and each lane fetches its fragments itself, for every block again.
+// Any number of rows where there is no room for them: lane / 4 is the row, and each lane fetches its fragments itself, for
+// every block again.
 template <bool kHalf>
 struct ManyRows {
-  static constexpr bool kHigh = true;
+  static constexpr bool kHigh = true, kLooks = false;
   uint32_t rows;
   float squares[2] = {0.0f, 0.0f};
 
   MK_DEVICE ManyRows(const Worker&, uint32_t n) : rows(n) {}
   MK_DEVICE void begin(Consumer& c, const MatrixFields&, const Share&, MatrixFlags) { wait_counters(c.w, *c.w.record); }
+  MK_DEVICE void finish(Consumer&) {}
   MK_DEVICE void end(Consumer&) {}
+  MK_DEVICE void leave(Consumer&, const MatrixFields&) {}
   MK_DEVICE void restart() { squares[0] = squares[1] = 0.0f; }
 
   MK_DEVICE void fragments(
@@ -332,3 +337,5 @@ struct ManyRows {
 };
 
 }  // namespace megakernel::dev
+
+#include "megakernel/device/cuda_room.cuh"

@@ -19,10 +19,10 @@ constexpr uint32_t kMaxChunks = 4;  // 32-column chunks of a unit in one warp
 struct Sums {
   static constexpr uint32_t kOutputs = kBlockTiles * 8;
 
-  // Rows that the sums of a step have room for. In a wide one only products with few sampled rows have sums.
+  // Rows that the sums of a step have room for. In a wide one only products with one sampled row have sums.
   MK_DEVICE static uint32_t room(const abi::StepHeader& h) {
     if constexpr (kWide) {
-      if (h.rows > kNarrowRows) return h.sampled - 1 < kNarrowRows ? h.sampled : 1;
+      if (h.rows > kNarrowRows) return 1;
     }
     return h.rows;
   }
@@ -56,10 +56,17 @@ struct MatrixFlags {
     return {uint32_t(norm) | uint32_t(sampled) << 1 | uint32_t(bias) << 2 | uint32_t(softcap) << 3 |
             uint32_t(epilogue) << 8 | uint32_t(activation) << 16};
   }
+  // Of steps of several rows: it gives its output packed, its input is given so; half: in that type.
+  constexpr MatrixFlags handing(bool gives, bool given, bool half) const {
+    return {bits | uint32_t(gives) << 4 | uint32_t(given) << 5 | uint32_t(half) << 6};
+  }
   MK_DEVICE constexpr bool norm() const { return bits & 1; }
   MK_DEVICE constexpr bool sampled() const { return bits & 2; }
   MK_DEVICE constexpr bool bias() const { return bits & 4; }
   MK_DEVICE constexpr bool softcap() const { return bits & 8; }
+  MK_DEVICE constexpr bool gives() const { return bits & 16; }
+  MK_DEVICE constexpr bool given() const { return bits & 32; }
+  MK_DEVICE constexpr bool half() const { return bits & 64; }
   MK_DEVICE constexpr tasks::Epilogue epilogue() const { return tasks::Epilogue(bits >> 8 & 0xff); }
   MK_DEVICE constexpr tasks::Activation activation() const { return tasks::Activation(bits >> 16); }
 };
@@ -68,6 +75,11 @@ MK_DEVICE const MatrixFields& matrix_fields(const Worker& w) {
   return *reinterpret_cast<const MatrixFields*>(w.record->payload);
 }
 MK_DEVICE uint32_t matrix_rows(const Worker& w, bool sampled) { return sampled ? w.header->sampled : w.header->rows; }
+// Sampled rows that there is room for.
+MK_DEVICE uint32_t sampled_room(const Worker& w) {
+  if constexpr (kWide) return tasks::least(w.args.max_rows, tasks::most(kTileRows, w.args.max_slots));
+  return w.args.max_rows;
+}
 MK_DEVICE const float* input_row(const Worker& w, const MatrixFields& f, bool sampled, uint32_t r) {
   const uint32_t row = sampled ? w.header->sample_row[r] : r;
   return tasks::workspace<const float>(w, f.input) + uint64_t(row) * f.k;
@@ -248,6 +260,14 @@ MK_DEVICE void multiply_one(Chains& d, const Fragments<kHigh>& x, const Weights&
 #pragma unroll
   for (uint32_t i = 0; i < kMaxChunks; ++i) multiply_chunk<kHalf>(d, x, i, b[i]);
 }
+template <bool kHalf, bool kHigh>
+MK_DEVICE void take_one(Consumer& c, Chains& d, const Fragments<kHigh>& x, const ChunkPlaces& places) {
+  Weights b;
+  c.await();
+  places.load(c.ring.slot, b);
+  c.give_back();
+  multiply_one<kHalf>(d, x, b);
+}
 
 // The first three stages of a record with one row, in registers before its input comes: then little is left to do, and the
 // producer has their room for what follows. Of three tiles or four they are the first unit with the fourth stage, of two the
@@ -264,7 +284,7 @@ struct Held {
     take(c, places, b2, stages > 2);
   }
   template <bool kHalf, class Input>
-  MK_DEVICE void multiply(Consumer& c, const ChunkPlaces& places, const Input& input, const Share& share, uint32_t tiles,
+  MK_DEVICE void multiply(Consumer& c, const ChunkPlaces& places, Input& input, const Share& share, uint32_t tiles,
                           uint32_t units, Chains (&d)[kBlockTiles]) {
     Fragments<false> x;
     input.fragments(share, 0, x);
@@ -325,7 +345,7 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
     unit = Held::units(tiles, units);
     held.take(c, places, tiles * unit);
     trace::data_now(w);
-    if (!c.has_input()) c.look(tasks::least((units - unit) * tiles, kLookStages));
+    if (Input<kHalf>::kLooks && !c.has_input()) c.look(tasks::least((units - unit) * tiles, kLookStages));
     input.begin(c, f, share, flags);
     held.multiply<kHalf>(c, places, input, share, tiles, unit, d);
   }
@@ -339,6 +359,7 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
       if (left > 2) take_pair<kHalf, 2>(c, d, x, places, left > 3);
     }
     const bool last = left <= kBlockTiles;
+    input.finish(c);
     if (last) input.end(c);
     out.put(c, input, d, rows, flags.norm());
     if (last) break;
@@ -348,12 +369,15 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
     input.restart();
     clear_chains(d);
   }
+  input.leave(c, f);
 }
 
-template <bool kHalf, template <bool> class Input>
+// kEnd: of the ring, where it is known: one register less, or the way back would be in local memory.
+template <bool kHalf, template <bool> class Input, uint32_t kEnd = 0>
 MK_DEVICE void consume_as(MatrixFlags flags) {
   Consumer c;
   c.load();
+  if constexpr (kEnd > 0) c.ring.end = kEnd;
   consume_blocks<kHalf, Input>(c, flags);
   c.save_own();
 }
@@ -361,14 +385,65 @@ MK_DEVICE void consume_as(MatrixFlags flags) {
 // One row in a step is what must be fast.
 template <bool kHalf>
 __device__ __noinline__ void consume_row(MatrixFlags flags) {
-  consume_as<kHalf, OneRow>(flags);
+  consume_as<kHalf, OneRow, kStages>(flags);
 }
+}  // namespace megakernel::dev
+
+namespace megakernel::several {
+using namespace dev;
+
+template <bool kHalf>
+__device__ __noinline__ void consume_few(MatrixFlags flags) {
+  consume_as<kHalf, FewRows, kRowStages>(flags);
+}
+// More than 8 rows: there are no registers for two tiles at a time.
+template <bool kHalf, uint32_t kFlags>
+__device__ __noinline__ void consume_tile() {
+  constexpr MatrixFlags flags{kFlags};
+  Consumer c;
+  c.load();
+  c.ring.end = kRowStages;
+  Worker& w = c.w;
+  const abi::Record& record = *w.record;
+  const MatrixFields& f = matrix_fields(w);
+  const uint32_t rows = matrix_rows(w, flags.sampled());
+  const Share share(w.warp(), f.k_unit);
+  const ChunkPlaces places(w, share);
+  RoomInput<kHalf, true> input(w, rows);
+  input.begin(c, f, share, flags);
+  if constexpr (flags.sampled()) begin_best(w);
+  HandOver out;
+#pragma unroll 1
+  for (uint32_t first = 0; first < record.tile_count; first += kBlockTiles) {
+    const uint32_t tiles = tasks::least(kBlockTiles, record.tile_count - first);
+    Chains d[kBlockTiles];
+    clear_chains(d);
+#pragma unroll 1
+    for (uint32_t unit = 0; unit < f.units; ++unit) {
+      Fragments<true> x;
+      input.fragments(share, unit, x);
+#pragma unroll
+      for (uint32_t t = 0; t < kBlockTiles; ++t) {
+        if (t < tiles) take_one<kHalf>(c, d[t], x, places);
+      }
+    }
+    input.finish(c);
+    out.begin(c);
+    out.put(c, input, d, rows, flags.norm());
+    input.restart();
+    store_own_rows<kFlags>(record.tile_begin + first, tiles, out.at & 1, (w.state().sums_parity >> (out.at & 1) & 1) ^ 1);
+  }
+  input.leave(c, f);
+  c.save_own();
+  if constexpr (flags.sampled()) end_best<kFlags>();
+}
+
 template <bool kHalf>
 __device__ __noinline__ void consume_rows(MatrixFlags flags) {
   consume_as<kHalf, ManyRows>(flags);
 }
 
-}  // namespace megakernel::dev
+}  // namespace megakernel::several
 
 #include "megakernel/device/cuda_wide.cuh"
 
@@ -382,6 +457,7 @@ struct Core<tasks::Matmul<kConfig>> {
   static constexpr bool kProduces = true, kStores = true, kLoads = true, kNeedsHeader = kConfig.sampled;
   static constexpr MatrixFlags kFlags = MatrixFlags::of(
       kConfig.norm, kConfig.sampled, kConfig.bias, kConfig.softcap, kConfig.epilogue, kConfig.activation);
+  static constexpr MatrixFlags kAnnounced = kFlags.handing(kConfig.gives, kConfig.given, kConfig.gives && kHalf);
 
   // A wide step brings weights in another order.
   MK_DEVICE static bool needs_header() requires(kWide)
@@ -391,7 +467,7 @@ struct Core<tasks::Matmul<kConfig>> {
   MK_DEVICE static bool wide() {
     if constexpr (!kWide) return false;
     const abi::StepHeader& header = block().header[own_state().step & 1];
-    return (kConfig.sampled ? header.sampled : header.rows) > kNarrowRows;
+    return header.rows > kNarrowRows && (!kConfig.sampled || header.sampled > 1);
   }
 
   MK_DEVICE static void produce() {
@@ -404,31 +480,47 @@ struct Core<tasks::Matmul<kConfig>> {
   static constexpr uint32_t kMostRounds = kConfig.norm ? 2 : 4;
   static constexpr uint32_t kRounds = kConfig.rounds > 0 && kConfig.rounds < kMostRounds ? kConfig.rounds : kMostRounds;
 
-  MK_DEVICE static void load() {
+  MK_DEVICE static void load() { load_row<kHalf, kConfig.norm, kRounds, kConfig.even>(kFlags.sampled()); }
+  MK_DEVICE static void consume() {
+    if (in_scratch()) {
+      consume_row<kHalf>(kFlags);
+    } else if (rows() > 0) {
+      several::consume_rows<kHalf>(kFlags);
+    }
+  }
+  MK_DEVICE static void store() { store_rows<kFlags.bits>(); }
+
+  // In steps that were announced to have several rows.
+  MK_DEVICE static void load_several() {
     if constexpr (kWide) {
       if (wide()) return pack_rows<kHalf, kConfig.norm>(kFlags);
     }
-    load_row<kHalf, kConfig.norm, kRounds, kConfig.even>(kFlags.sampled());
+    if (!input_in_room(kConfig.sampled)) return load();
+    if constexpr (!kConfig.given) several::pack_input<kHalf, kConfig.norm>(kAnnounced);
+    several::bring_rows<kConfig.given>(kAnnounced);
   }
-  MK_DEVICE static void consume() {
+  MK_DEVICE static void consume_several() {
     if constexpr (kWide) {
       if (wide()) return consume_wide<kHalf, kFlags.bits>();
     }
-    const RoleState& state = own_state();
-    const auto& f = *reinterpret_cast<const MatrixFields*>(state.record->payload);
-    const abi::StepHeader& header = block().header[state.step & 1];
-    const uint32_t rows = kConfig.sampled ? header.sampled : header.rows;
-    if (RowStash(f).fits(f, rows, Sums::room(header))) {
-      consume_row<kHalf>(kFlags);
-    } else if (rows > 0) {
-      consume_rows<kHalf>(kFlags);
-    }
+    if (!input_in_room(kConfig.sampled)) return consume();
+    if (rows() > 8) return several::consume_tile<kHalf, kAnnounced.bits>();
+    several::consume_few<kHalf>(kFlags);
+    if constexpr (!kConfig.sampled) several::store_last_rows<kAnnounced.bits>();
   }
-  MK_DEVICE static void store() {
+  MK_DEVICE static void store_several() {
     if constexpr (kWide) {
-      if (wide()) return clear_wide<kFlags.bits>();
+      if (wide()) return clear_wide<kAnnounced.bits>();
     }
-    store_rows<kFlags.bits>();
+    several::store_announced<kAnnounced.bits>();
+  }
+
+ private:
+  MK_DEVICE static const abi::StepHeader& header() { return block().header[own_state().step & 1]; }
+  MK_DEVICE static uint32_t rows() { return kConfig.sampled ? header().sampled : header().rows; }
+  MK_DEVICE static bool in_scratch() {
+    const auto& f = *reinterpret_cast<const MatrixFields*>(own_state().record->payload);
+    return RowStash(f).fits(f, rows(), Sums::room(header()));
   }
 };
 

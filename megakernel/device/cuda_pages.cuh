@@ -30,7 +30,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take 16-bit keys and values");
   static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is a multiple of 32");
   static_assert(kPage % kRunTokens == 0 && kPiece % kPage == 0 && kRuns <= kConsumers, "a run is in one page");
-  static_assert(kKeyBytes <= kStageBytes && kPiecePages * kPageStages <= kStages, "an item's pages are in the ring together");
+  static_assert(kKeyBytes <= kStageBytes && kPiecePages * kPageStages <= (kRooms ? kRowStages : kStages),
+                "an item's pages are in the ring together");
   static_assert(kMergeAt + kTopBytes + kBlockRows * kConsumers * 32 <= least_below(),
                 "one tile of values can be merged, whatever the rows of the step");
 
@@ -91,7 +92,13 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // ---------------------------------------------------------------------------------------------- loaders
-  static __device__ __noinline__ void load() {
+  static __device__ __noinline__ void load() { load_as<false>(); }
+  MK_DEVICE static void load_several() { several::load<Core>(); }
+
+  // kSeveral: of several rows a worker has several items. So that one is loaded while what comes of the other is published,
+  // the consumers give scratch back as soon as they have met, and get it for themselves once more at the end.
+  template <bool kSeveral>
+  MK_DEVICE static void load_as() {
     Loader l;
     l.load();
     Worker& w = l.w;
@@ -105,11 +112,11 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     while (item.next()) {
       any = true;
       const uint32_t rows = item.group_rows * kGroup;
-      if (loaded.known(item, rows)) continue;
+      if (!kSeveral && loaded.known(item, rows)) continue;
 #pragma unroll 1
       for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig>{{}, l, f, item}.run(base);
     }
-    if (!any) {
+    if (kSeveral || !any) {
       l.begin();
       l.end();
     }
@@ -117,9 +124,14 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // ---------------------------------------------------------------------------------------------- consumers
-  static __device__ __noinline__ void consume() {
+  static __device__ __noinline__ void consume() { run<false>(); }
+  MK_DEVICE static void consume_several() { several::consume<Core>(); }
+
+  template <bool kSeveral>
+  MK_DEVICE static void run() {
     Consumer c;
     c.load();
+    if constexpr (!kSeveral) c.ring.end = kStages;  // it is
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
@@ -132,25 +144,25 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
       const uint32_t my_page = run_start / kPage;
       const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
-      const bool known = loaded.known(item, rows);
+      const bool known = !kSeveral && loaded.known(item, rows);
       const Ring first = c.ring;
       const Stage stage = take_pages(c, item, mine ? my_page : ~0u);  // all that can be done before the input is there
 #pragma unroll 1
       for (uint32_t base = 0; base < rows; base += kBlockRows) {
         if (!known) {
-          if (taken) c.free_input();
+          if (!kSeveral && taken) c.free_input();
           c.take_input();
           if (!taken) trace::ready_now(w, abi::Role::kConsumer);
           taken = true;
-          merges = 0;
+          if (!kSeveral) merges = 0;
         }
         trace::data(w, abi::Role::kConsumer);
         if (mine) put_fresh(w, item, base, stage, run_start);
-        attend(c, f, item, base, stage, run_start, merges, first);
+        attend<kSeveral>(c, f, item, base, stage, run_start, merges, first);
         ++merges;
       }
     }
-    if (!taken) c.take_input();
+    if (kSeveral || !taken) c.take_input();
     c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
@@ -161,7 +173,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // Whether a warp that has not read all of the product before may still be a whole ring behind the item's pages, with all
   // that the ring may hold of both. In a wide step that product has more stages than are counted here.
-  static constexpr bool kMayLag = kWide || MEGAKERNEL_BEFORE_PAGES + kPiecePages * kPageStages > kStages;
+  static constexpr uint32_t kShortest = kRooms ? kRowStages : kStages;  // ring
+  static constexpr bool kMayLag = kWide || MEGAKERNEL_BEFORE_PAGES + kPiecePages * kPageStages > kShortest;
 
   // The stages of page `wanted` of the item, or none: nobody waits for a page that is not his. So he does not know that all
   // have given back what was in its stage a lap ago. Where one may not have, the pages are given back after the group has
@@ -232,6 +245,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   };
 
   // q-rows [base, base + 8) of the item against this warp's run; then all runs merged and published.
+  template <bool kSeveral>
   MK_DEVICE static void attend(Consumer& c, const Fields& f, const Items& item, uint32_t base, const Stage& stage,
                                uint32_t run_start, uint32_t merges, Ring first) {
     Worker& w = c.w;
@@ -257,7 +271,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
     }
-    merge(c, f, item, base, top, total, p, stage, run_start, merges, first);
+    merge<kSeveral>(c, f, item, base, top, total, p, stage, run_start, merges, first);
   }
 
   // Scores become weights.
@@ -285,7 +299,9 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // Weights x values, and the results of the runs in order, through scratch: all columns at a time where they fit. Where
-  // they fit twice, two places take turns and the group meets once an item.
+  // they fit twice, two places take turns and the group meets once an item; not in steps of several rows, whose items may
+  // have different sizes.
+  template <bool kSeveral>
   MK_DEVICE static void merge(Consumer& c, const Fields& f, const Items& item, uint32_t base, float top, float total,
                               const uint32_t (&p)[4], const Stage& stage, uint32_t run_start, uint32_t merges, Ring first) {
     Worker& w = c.w;
@@ -293,7 +309,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     const uint32_t rows = tasks::least(kBlockRows, item.group_rows * kGroup - base);
     const uint32_t room = Sums::below(Sums::room(*w.header)) - kMergeAt - kTopBytes, tile_bytes = rows * kConsumers * 32;
     const uint32_t all = kTopBytes + kValueTiles * tile_bytes;
-    const bool turns = 2 * all - kTopBytes <= room, whole = kValueTiles * tile_bytes <= room;
+    const bool turns = !kSeveral && 2 * all - kTopBytes <= room, whole = kValueTiles * tile_bytes <= room;
     const bool last = base + kBlockRows >= item.group_rows * kGroup;
     uint8_t* scratch = block().scratch + kMergeAt + (turns && merges % 2 ? all : 0);
     auto* tops = reinterpret_cast<float2*>(scratch);              // [q-row][consumer]: top, total
@@ -309,6 +325,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       }
       if (last && !kMayLag) give_back_pages(c, item, first);
       w.sync();
+      if constexpr (kSeveral) c.free_input();
       if (last && kMayLag) give_back_pages(c, item, first);
       publish_merged(w, f, item, base, rows, tops, sums, 0, kDim);
       return;
@@ -324,6 +341,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       const bool read = tile + count == kValueTiles && last;
       if (read && !kMayLag) give_back_pages(c, item, first);
       w.sync();
+      if (kSeveral && tile == 0) c.free_input();
       if (read && kMayLag) give_back_pages(c, item, first);
       publish_merged(w, f, item, base, rows, tops, sums, tile * 8, count * 8);
     }
@@ -346,8 +364,9 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     }
   }
 
-  MK_DEVICE static bool one_piece(const Fields& f, uint32_t position) {
-    return f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece);
+  // Of the step of that header. What is given packed to the next product is `combine`'s to give.
+  MK_DEVICE static bool one_piece(const abi::StepHeader& h, const Fields& f, uint32_t position) {
+    return f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !gives(h);
   }
 
   // Columns [begin, begin + count) of the block's q-rows, by as many warps for each as there are.
@@ -373,7 +392,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       factor[i] = exp2_fast((ends[i].x - top) * kLog2e);
       total += factor[i] * ends[i].y;
     }
-    const bool whole = one_piece(f, position);
+    const bool whole = one_piece(*w.header, f, position);
     float* partial = partial_at(w, f, row, head, item.piece);
     float* out = whole ? output_at(w, f, row, head) : partial;
 #pragma unroll 1
@@ -412,7 +431,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 #pragma unroll 1
       for (uint32_t m = 0; m < item.group_rows * kGroup; ++m) {
         const uint32_t row = item.group_row + m / kGroup, head = item.head * kGroup + m % kGroup;
-        const bool whole = one_piece(f, w.last->row[row].position);
+        const bool whole = one_piece(*w.last, f, w.last->row[row].position);
         float* at = whole ? output_at(w, f, row, head) : partial_at(w, f, row, head, item.piece);
 #pragma unroll 1
         for (uint32_t i = w.warp_lane(); i < (whole ? kDim : kPartial); i += 32) clear(before(w, at) + i);

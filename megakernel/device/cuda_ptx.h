@@ -131,6 +131,16 @@ MK_DEVICE void copy_to_shared(void* to, const void* from, uint32_t bytes, uint64
 #endif
 }
 
+// 16 bytes of each lane, past the first-level cache; a group of them, and the wait for all groups but the last kLater.
+MK_DEVICE void copy_quad(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+MK_DEVICE void commit_quads() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <uint32_t kLater>
+MK_DEVICE void await_quads() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+}
+
 // What other workers of this step read too.
 MK_DEVICE uint64_t keeping_policy() {
   uint64_t policy = 0;
@@ -218,6 +228,11 @@ MK_DEVICE Pair load_pair(const void* p) {  // each half is one access, in no ord
 
 MK_DEVICE void store_long(void* p, uint64_t v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+MK_DEVICE void store_quad(void* p, const Quad& v) {  // each word is one access, in no order
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 
 MK_DEVICE void store_word(void* p, uint32_t v) {

@@ -4,12 +4,6 @@
 namespace megakernel::dev {
 
 // ------------------------------------------------------------------------------------------------ the largest logit
-// Sampled rows that there is room for.
-MK_DEVICE uint32_t sampled_room(const Worker& w) {
-  if constexpr (kWide) return tasks::least(w.args.max_rows, tasks::most(kTileRows, w.args.max_slots));
-  return w.args.max_rows;
-}
-
 // Behind the logits, of each sampled row and worker: the largest of the worker's logits with its column as one number in
 // that order, and how many tiles it saw. All ones are not valid yet.
 struct Largest {
@@ -66,6 +60,15 @@ struct PeerParts<true> {
   }
 };
 
+// The largest logit of each row that its consumer has found, in scratch behind the squares.
+MK_DEVICE unsigned long long* own_best() {
+  return reinterpret_cast<unsigned long long*>(block().scratch + kTileRows * kConsumers * 4);
+}
+MK_DEVICE void begin_best(const Worker& w) {
+  if (w.warp_lane() < kTileRows / kConsumers) own_best()[w.warp() + w.warp_lane() * kConsumers] = 0;
+  __syncwarp();
+}
+
 // Lane = output of a block: tile lane / 8, row lane % 8 of its weights. What can be known before the sums come is.
 template <uint32_t kFlags>
 struct RowStorer {
@@ -78,6 +81,8 @@ struct RowStorer {
   uint64_t best = 0;  // of row `lane`, see Largest
   [[no_unique_address]] trace::Once once;
 
+  // kSeveral: some rows at a time.
+  template <bool kSeveral>
   MK_DEVICE void block_of(uint32_t tile, uint32_t tiles) {
     Worker& w = s.w;
     constexpr bool residual = flags.epilogue() == tasks::Epilogue::kResidual, sampled = flags.sampled();
@@ -91,21 +96,46 @@ struct RowStorer {
     const PeerParts<flags.epilogue() == tasks::Epilogue::kSend> peers(w, f, column);
     float bias = 0.0f, before_it = 0.0f;
     if (flags.bias() && lane / 8 < tiles) bias = load_constant(tasks::weights<float>(w, f.bias) + mine * 8 + within);
-    if (residual && active) before_it = await(w, old);
+    Before several;
+    const Giver<kSeveral ? kFlags : 0> giver(w, f, column, active);
+    if constexpr (kSeveral) {
+      if (residual) several.fetch(w, old, n, active ? rows : 0);
+    } else {
+      if (residual && active) before_it = await(w, old);
+    }
     const uint32_t room = Sums::room(*w.header), slot = Sums::slot(s.sums_slot, room), past_rows = w.last->rows;
     const float* sums = Sums::at(room, slot);
     w.wait_barrier(&block().sums_full[slot], s.sums_parity >> slot & 1);
     trace::ready(w, abi::Role::kStorer, once);
-#pragma unroll 1
-    for (uint32_t r = 0; r < rows; ++r) {
-      if (r > 0 && residual && active) before_it = await(w, old + uint64_t(r) * n);
-      const float v = finish((total(sums, r, lane) + bias) * scale, before_it);
+    auto put_row = [&](uint32_t r, float v) {
       trace::end(w, abi::Role::kStorer);
+      giver.put(r, v);
       if (active) peers.put(uint64_t(r) * n, v);
       if (active) put(out + uint64_t(r) * n, v);
       if (sampled) {
         const uint64_t largest = Largest::of_warp(active ? Largest::key(v, column) : 0);
         if (lane == r && largest > best) best = largest;
+      }
+    };
+    if constexpr (kSeveral) {
+#pragma unroll 1
+      for (uint32_t base = 0; base < rows; base += Before::kRows) {
+        if (residual && base > 0) several.fetch(w, old + uint64_t(base) * n, n, active ? rows - base : 0);
+        float v[Before::kRows];
+#pragma unroll
+        for (uint32_t i = 0; i < Before::kRows; ++i) {
+          if (base + i < rows) v[i] = finish((total(sums, base + i, lane) + bias) * scale, residual ? several.value[i] : 0.0f);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < Before::kRows; ++i) {
+          if (base + i < rows) put_row(base + i, v[i]);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (uint32_t r = 0; r < rows; ++r) {
+        if (r > 0 && residual && active) before_it = await(w, old + uint64_t(r) * n);
+        put_row(r, finish((total(sums, r, lane) + bias) * scale, before_it));
       }
     }
     __syncwarp();
@@ -113,9 +143,95 @@ struct RowStorer {
     s.sums_parity ^= 1u << slot;
     ++s.sums_slot;
     if (sampled || !active) return;
+    giver.clear_last(w);
 #pragma unroll 1
     for (uint32_t r = 0; r < past_rows; ++r) clear(past + uint64_t(r) * n);
   }
+
+  // A block that the consumers store: the storer says that its sums are read, and clears.
+  MK_DEVICE void leave_block(uint32_t tile, uint32_t tiles) {
+    Worker& w = s.w;
+    constexpr uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
+    const uint32_t lane = w.warp_lane(), within = lane % 8, column = (tile + lane / 8) * width + within;
+    const uint32_t slot = Sums::slot(s.sums_slot, Sums::room(*w.header)), parity = own_room().parity;
+    w.wait_barrier(&block().sums_read[slot], parity >> slot & 1);
+    __syncwarp();
+    own_room().parity = uint16_t(parity ^ 1u << slot);
+    trace::ready(w, abi::Role::kStorer, once);
+    trace::end(w, abi::Role::kStorer);
+    __syncwarp();
+    barrier_arrive_warp(&block().sums_empty[slot]);
+    s.sums_parity ^= 1u << slot;
+    ++s.sums_slot;
+    if (flags.sampled() || lane / 8 >= tiles || within >= width || column >= n) return;
+    Giver<kFlags>(w, f, column, true).clear_last(w);
+    float* past = before(w, tasks::workspace<float>(w, f.output) + column);
+#pragma unroll 1
+    for (uint32_t r = 0; r < w.last->rows; ++r) clear(past + uint64_t(r) * n);
+  }
+
+  // By each consumer: every eighth row of a block. Of sampled rows the largest so far is kept.
+  MK_DEVICE void own_rows(uint32_t tile, uint32_t tiles, uint32_t slot, uint32_t parity) {
+    Worker& w = s.w;
+    constexpr bool residual = flags.epilogue() == tasks::Epilogue::kResidual;
+    constexpr uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8, kOwn = kTileRows / kConsumers;
+    const uint32_t lane = w.warp_lane(), mine = tile + lane / 8, within = lane % 8, column = mine * width + within;
+    const bool active = lane / 8 < tiles && within < width && column < n;
+    float* out = tasks::workspace<float>(w, f.output) + column;
+    const PeerParts<flags.epilogue() == tasks::Epilogue::kSend> peers(w, f, column);
+    float bias = 0.0f;
+    if (flags.bias() && lane / 8 < tiles) bias = load_constant(tasks::weights<float>(w, f.bias) + mine * 8 + within);
+    const Giver<kFlags> giver(w, f, column, active);
+    Before several;
+    static_assert(kOwn <= Before::kRows);
+    const uint32_t count = w.warp() < rows ? (rows - w.warp() + kConsumers - 1) / kConsumers : 0;
+    if constexpr (residual) {
+      const float* old = tasks::workspace<const float>(w, f.residual) + uint64_t(w.warp()) * n + column;
+      several.fetch(w, old, n * kConsumers, active ? count : 0);
+    }
+    const float* sums = Sums::at(Sums::room(*w.header), slot);
+    w.wait_barrier(&block().sums_full[slot], parity);
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; ++i) {
+      if (i >= count) break;
+      const uint32_t r = w.warp() + i * kConsumers;
+      const float v = finish((total(sums, r, lane) + bias) * scale, residual ? several.value[i] : 0.0f);
+      giver.put(r, v);
+      if (active) peers.put(uint64_t(r) * n, v);
+      if (active) put(out + uint64_t(r) * n, v);
+      if constexpr (flags.sampled()) {
+        const uint64_t largest = Largest::of_warp(active ? Largest::key(v, column) : 0);
+        if (lane == 0 && largest > own_best()[r]) own_best()[r] = largest;
+      }
+    }
+    __syncwarp();
+    barrier_arrive_warp(&block().sums_read[slot]);
+  }
+
+  // What is added to the outputs of some rows, all on its way at once.
+  struct Before {
+    static constexpr uint32_t kRows = 4;
+    float value[kRows];
+
+    MK_DEVICE void fetch(Worker& w, const float* p, uint32_t stride, uint32_t rows) {
+      uint32_t v[kRows];
+#pragma unroll
+      for (uint32_t i = 0; i < kRows; ++i) v[i] = i < rows ? load_word(p + uint64_t(i) * stride) : 0;
+      w.spin([&] {
+        bool missing = false;
+#pragma unroll
+        for (uint32_t i = 0; i < kRows; ++i) missing |= v[i] == kInvalid;
+        if (!__any_sync(0xffffffffu, missing)) return true;
+#pragma unroll
+        for (uint32_t i = 0; i < kRows; ++i) {
+          if (v[i] == kInvalid) v[i] = load_word(p + uint64_t(i) * stride);
+        }
+        return false;
+      }, abi::FaultKind::kValueBudget, 0);
+#pragma unroll
+      for (uint32_t i = 0; i < kRows; ++i) value[i] = as_float(v[i]);
+    }
+  };
 
   // The warps' sums, in order, and the norm's factor.
   MK_DEVICE float total(const float* sums, uint32_t r, uint32_t lane) const {
@@ -178,22 +294,86 @@ struct RowStorer {
   }
 };
 
-template <uint32_t kFlags>
-__device__ __noinline__ void store_rows() {
+template <uint32_t kFlags, bool kSeveral>
+MK_DEVICE void store_blocks(Storer& s) {
   constexpr MatrixFlags flags{kFlags};
-  Storer s;
-  s.load();
   const abi::Record& record = *s.w.record;
   RowStorer<kFlags> out{s, matrix_fields(s.w), matrix_rows(s.w, flags.sampled())};
+  const bool in_room = kSeveral && Room::takes(*s.w.header, out.f, out.rows);
 #pragma unroll 1
   for (uint32_t first = 0; first < record.tile_count && out.rows > 0; first += kBlockTiles) {
-    out.block_of(record.tile_begin + first, tasks::least(kBlockTiles, record.tile_count - first));
+    const uint32_t tile = record.tile_begin + first, left = record.tile_count - first;
+    if (kSeveral && in_room && consumers_store(out.rows, flags.sampled(), left <= kBlockTiles)) {
+      out.leave_block(tile, tasks::least(kBlockTiles, left));
+    } else {
+      out.template block_of<kSeveral>(tile, tasks::least(kBlockTiles, left));
+    }
   }
   if (flags.sampled()) trace::end(s.w, abi::Role::kStorer);
-  if (flags.sampled()) out.put_best(record.tile_count);
+  if (flags.sampled() && kSeveral && in_room && out.rows > 8) {
+    RowStorer<kFlags>::clear_best(s.w, out.f);
+  } else if (flags.sampled()) {
+    out.put_best(record.tile_count);
+  }
   __syncwarp();
   if (s.w.warp_lane() == 0) signal_counter(s.w, record);
+}
+
+template <uint32_t kFlags>
+__device__ __noinline__ void store_rows() {
+  Storer s;
+  s.load();
+  store_blocks<kFlags, false>(s);
   s.save();
 }
 
 }  // namespace megakernel::dev
+
+namespace megakernel::several {
+using namespace dev;
+
+// In a step that was announced to have several rows. What a step of them left is cleared in such a step: one that has several
+// rows announces several.
+template <uint32_t kFlags>
+__device__ __noinline__ void store_announced() {
+  constexpr MatrixFlags flags{kFlags};
+  Storer s;
+  s.load();
+  store_blocks<kFlags, true>(s);
+  clear_parts(s.w, matrix_fields(s.w), flags);
+  s.save();
+}
+
+// By the consumers: see consumers_store.
+template <uint32_t kFlags>
+__device__ __noinline__ void store_own_rows(uint32_t tile, uint32_t tiles, uint32_t slot, uint32_t parity) {
+  constexpr MatrixFlags flags{kFlags};
+  Storer s;
+  s.load();
+  RowStorer<kFlags>{s, matrix_fields(s.w), matrix_rows(s.w, flags.sampled())}.own_rows(tile, tiles, slot, parity);
+}
+
+template <uint32_t kFlags>
+MK_DEVICE void store_last_rows() {
+  const RoleState& s = own_state();
+  const uint32_t slot = Sums::slot(s.sums_slot - 1, Sums::room(block().header[s.step & 1]));
+  const uint32_t first = (s.record->tile_count - 1) / kBlockTiles * kBlockTiles;
+  store_own_rows<kFlags>(s.record->tile_begin + first, s.record->tile_count - first, slot, (s.sums_parity >> slot & 1) ^ 1);
+}
+
+// What each consumer has found in its rows of the logits.
+template <uint32_t kFlags>
+__device__ __noinline__ void end_best() {
+  Worker w;
+  w.load();
+  const MatrixFields& f = matrix_fields(w);
+  const uint32_t row = w.warp() + w.warp_lane() * kConsumers;
+  if (w.warp_lane() >= kTileRows / kConsumers || row >= w.header->sampled) return;
+  const uint64_t best = own_best()[row];
+  uint64_t* out = Largest::at(w, f.output, row, w.id);
+  store_long(out, best);
+  store_long(out + 1, w.record->tile_count);
+  if constexpr (abi::kRanks > 1) send_largest(w, row, best, w.record->tile_count);
+}
+
+}  // namespace megakernel::several

@@ -9,7 +9,11 @@ struct Core<tasks::Embedding<kConfig>> {
   using Fields = abi::EmbeddingFields;
   static constexpr bool kProduces = false, kStores = false, kLoads = false, kNeedsHeader = false;
 
-  static __device__ __noinline__ void consume() {
+  static __device__ __noinline__ void consume() { run<false>(); }
+  MK_DEVICE static void consume_several() { several::consume<Core>(); }
+
+  template <bool kSeveral>
+  MK_DEVICE static void run() {
     Consumer c;
     c.load();
     Worker& w = c.w;
@@ -25,7 +29,7 @@ struct Core<tasks::Embedding<kConfig>> {
     trace::end(w, abi::Role::kConsumer);
     const bool whole = kConfig.dtype != DType::kF32 && !kConfig.positions && f.cols % 8 == 0 && f.tile_cols % 8 == 0;
     // Of many rows each warp takes every eighth: a row is a trip to memory.
-    const bool by_warp = kWide && !kConfig.inputs && whole && w.header->rows > 1;
+    const bool by_warp = kSeveral && !kConfig.inputs && whole && w.header->rows > 1;
     const uint32_t lane = by_warp ? w.warp_lane() : w.lane(), lanes = by_warp ? 32 : w.lanes();
 #pragma unroll 1
     for (uint32_t r = by_warp ? w.warp() : 0; r < w.header->rows; r += by_warp ? kConsumers : 1) {
@@ -38,7 +42,9 @@ struct Core<tasks::Embedding<kConfig>> {
       const char* row = table + uint32_t(w.header->row[r].token) * row_bytes;
       if (whole) {  // 8 columns of a lane in one go
         for (uint32_t i = lane * 8; i < width; i += lanes * 8) {
-          publish_eight(out + uint64_t(r) * f.cols + i, load_constant_quad(row + (first + i) * 2), f.scale);
+          const Quad bits = load_constant_quad(row + (first + i) * 2);
+          publish_eight(out + uint64_t(r) * f.cols + i, bits, f.scale);
+          if (kSeveral && kConfig.gives && gives(*w.header)) give_eight(w, f, r, first + i, bits);
         }
         continue;
       }
@@ -57,6 +63,7 @@ struct Core<tasks::Embedding<kConfig>> {
 #pragma unroll 1
       for (uint32_t i = w.lane(); i < width; i += w.lanes()) clear(before(w, out + uint64_t(r) * f.cols + i));
     }
+    if (kSeveral && kConfig.gives && gives(*w.last)) clear_given();
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
@@ -78,14 +85,48 @@ struct Core<tasks::Embedding<kConfig>> {
     }
   }
 
-  MK_DEVICE static void publish_eight(float* out, const Quad& bits, float scale) {
+  MK_DEVICE static void eight(float (&v)[8], const Quad& bits, float scale) {
     const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
       const float low = kConfig.dtype == DType::kF16 ? half_to_float(uint16_t(words[i])) : as_float(words[i] << 16);
       const float high = kConfig.dtype == DType::kF16 ? half_to_float(uint16_t(words[i] >> 16)) : as_float(words[i] & 0xffff0000u);
-      publish(out + 2 * i, low * scale);
-      publish(out + 2 * i + 1, high * scale);
+      v[2 * i] = low * scale, v[2 * i + 1] = high * scale;
+    }
+  }
+  MK_DEVICE static void publish_eight(float* out, const Quad& bits, float scale) {
+    float v[8];
+    eight(v, bits, scale);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) publish(out + i, v[i]);
+  }
+
+  // The same eight for the product that reads them.
+  MK_DEVICE static void give_eight(const Worker& w, const Fields& f, uint32_t row, uint32_t column, Quad bits) {
+    const GivenRows to(w, f.output, f.cols);
+    float v[8];
+    eight(v, bits, f.scale);
+    if (f.gamma != abi::kNone64) {
+      publish(to.squares(row) + column / 8, sum_of_squares(v));
+      Octet gamma;
+      gamma.fetch_fixed(tasks::weights<float>(w, f.gamma) + column);
+      multiply_gamma(v, gamma);
+    }
+    store_quad(to.octet(row, column), packed<kConfig.dtype == DType::kF16>(v));
+  }
+  static __device__ __noinline__ void clear_given() {
+    const Loaded w;
+    const Fields& f = fields_of<tasks::Embedding<kConfig>>(*w.record);
+    const uint32_t first = w.record->tile_begin * f.tile_cols;
+    const uint32_t width = tasks::least(f.cols - first, w.record->tile_count * f.tile_cols);
+    const GivenRows past(w, f.output, f.cols);
+#pragma unroll 1
+    for (uint32_t r = 0; r < w.last->rows; ++r) {
+#pragma unroll 1
+      for (uint32_t i = first + w.lane() * 8; i < first + width; i += w.lanes() * 8) {
+        store_quad(before(w, past.octet(r, i)), {kInvalid, kInvalid, kInvalid, kInvalid});
+        if (f.gamma != abi::kNone64) clear(before(w, past.squares(r) + i / 8));
+      }
     }
   }
 };
@@ -134,7 +175,11 @@ struct Core<tasks::Combine<kConfig>> {
     if (many_pieces(block().header[state.step & 1], f)) lend_scratch();
   }
 
-  static __device__ __noinline__ void consume() {
+  static __device__ __noinline__ void consume() { run<false>(); }
+  MK_DEVICE static void consume_several() { several::consume<Core>(); }
+
+  template <bool kSeveral>
+  MK_DEVICE static void run() {
     Consumer c;
     c.load();
     Worker& w = c.w;
@@ -145,7 +190,7 @@ struct Core<tasks::Combine<kConfig>> {
     if (scratch) c.take_input();
     const uint32_t first = record.tile_begin, count = record.tile_count;
 #pragma unroll 1
-    for (uint32_t i = 0; i < w.header->rows * count; ++i) row_head(w, f, i / count, first + i % count, i);
+    for (uint32_t i = 0; i < w.header->rows * count; ++i) row_head<kSeveral>(w, f, i / count, first + i % count, i);
     if (scratch) c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
@@ -154,8 +199,9 @@ struct Core<tasks::Combine<kConfig>> {
     c.save();
   }
 
-  MK_DEVICE static bool one_piece(const Fields& f, const abi::Row& row) {
-    return f.direct && tasks::one_piece(row.position, f.window, kConfig.piece_tokens);
+  // Of the step of that header.
+  MK_DEVICE static bool one_piece(const abi::StepHeader& h, const Fields& f, const abi::Row& row) {
+    return f.direct && tasks::one_piece(row.position, f.window, kConfig.piece_tokens) && !gives(h);
   }
 
   // Attention writes and clears rows of one piece itself.
@@ -165,7 +211,7 @@ struct Core<tasks::Combine<kConfig>> {
     for (const abi::StepHeader* h : {w.header, w.last}) {
 #pragma unroll 1
       for (uint32_t r = 0; r < h->rows; ++r) {
-        if (!one_piece(f, h->row[r])) return false;
+        if (!one_piece(*h, f, h->row[r])) return false;
       }
     }
     return record.signal == abi::kNone;
@@ -181,20 +227,26 @@ struct Core<tasks::Combine<kConfig>> {
     float* out = tasks::workspace<float>(w, f.output) + record.tile_begin * kDim;
 #pragma unroll 1
     for (uint32_t r = 0; r < w.last->rows; ++r) {
-      if (one_piece(f, w.last->row[r])) continue;
+      if (one_piece(*w.last, f, w.last->row[r])) continue;
 #pragma unroll 1
       for (uint32_t i = w.warp_lane(); i < record.tile_count * kDim; i += 32) {
         clear(before(w, out + r * kConfig.heads * kDim + i));
+      }
+      if (!kConfig.gives || !gives(*w.last)) continue;
+#pragma unroll 1
+      for (uint32_t i = w.warp_lane() * 2; i < record.tile_count * kDim; i += 64) {
+        store_word(before(w, given_pair(w, f, r, record.tile_begin * kDim + i)), kInvalid);
       }
     }
     s.save();
   }
 
+  template <bool kSeveral>
   MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, uint32_t turn) {
     const uint32_t position = w.header->row[r].position;
     const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
     const uint32_t high = position / kConfig.piece_tokens;
-    if (one_piece(f, w.header->row[r])) return;
+    if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && gives(*w.header))) return;
     const bool together = high - low >= kConsumers;
     if (!together && turn % kConsumers != w.warp()) return;
     const uint64_t index = uint64_t(r) * kConfig.heads + h;
@@ -207,16 +259,23 @@ struct Core<tasks::Combine<kConfig>> {
     for (; j <= high; j += step * kAtOnce) add_pieces(w, pieces, j, step, high, sum);
     trace::end(w, abi::Role::kConsumer);
     if (together) {
-      merge(w, sum, out);
+      merge<kSeveral>(w, sum, out, f, r, h);
       return;
     }
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
       const uint32_t d = i * 64 + w.warp_lane() * 2;
       if (d >= kDim) continue;
-      publish(out + d, __fdividef(sum.v[i].x, sum.total));
-      publish(out + d + 1, __fdividef(sum.v[i].y, sum.total));
+      const float low = __fdividef(sum.v[i].x, sum.total), high = __fdividef(sum.v[i].y, sum.total);
+      publish(out + d, low);
+      publish(out + d + 1, high);
+      if (kSeveral && kConfig.gives && gives(*w.header)) store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(low, high));
     }
+  }
+
+  // Two columns of the output, packed for the product that reads it.
+  MK_DEVICE static uint32_t* given_pair(const Worker& w, const Fields& f, uint32_t r, uint32_t column) {
+    return GivenRows(w, f.output, kConfig.heads * kDim).pair(r, column);
   }
 
   MK_DEVICE static bool missing(float2 v) { return as_bits(v.x) == kInvalid || as_bits(v.y) == kInvalid; }
@@ -265,7 +324,8 @@ struct Core<tasks::Combine<kConfig>> {
     return out;
   }
 
-  MK_DEVICE static void merge(Worker& w, const Sum& sum, float* out) {
+  template <bool kSeveral>
+  MK_DEVICE static void merge(Worker& w, const Sum& sum, float* out, const Fields& f, uint32_t r, uint32_t h) {
     auto* memory = reinterpret_cast<float*>(block().scratch);  // [kConsumers][kStride]
     w.sync();                                                  // it is free
     float* own = memory + w.warp() * kStride;
@@ -287,7 +347,12 @@ struct Core<tasks::Combine<kConfig>> {
         total += factor * memory[i * kStride + kDim + 1];
         v += factor * memory[i * kStride + d];
       }
-      publish(out + d, __fdividef(v, total));
+      const float own = __fdividef(v, total);
+      publish(out + d, own);
+      if (kSeveral && kConfig.gives && gives(*w.header)) {  // all lanes of a warp are here, as kDim is a multiple of 32
+        const float next = __shfl_down_sync(0xffffffffu, own, 1);
+        if (d % 2 == 0) store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(own, next));
+      }
     }
     w.sync();
   }

@@ -7,7 +7,7 @@
 // input and of all tiles of the group (a slice). Each byte of the weights comes once a step.
 //
 // The input is packed once, by the loaders of all workers that have tiles of the product: each packs some (row, share),
-// behind the product's output, and when all have said so on a counter the producers copy slices of it into their rings.
+// behind the product's output and the room of narrow steps, and when all have said so on a counter the producers copy slices of it into their rings.
 #pragma once
 
 namespace megakernel::dev {
@@ -19,7 +19,7 @@ static_assert(abi::kMaxRows <= 64, "four tiles of 16 rows");
 // ------------------------------------------------------------------------------------------------ what and where
 // Of a step that the producer is at: whether it has to know its rows.
 MK_DEVICE bool may_be_wide() {
-  if constexpr (kWide) return block().header[own_state().step & 1 ^ 1].widens != 0;
+  if constexpr (kWide) return block().header[own_state().step & 1 ^ 1].widens == 2;
   return false;
 }
 
@@ -31,22 +31,20 @@ struct PackedInput {
   uint32_t padded;  // rows
 
   MK_DEVICE PackedInput(const Worker& w, const MatrixFields& f, bool sampled) {
-    const uint32_t rows = sampled ? sampled_room(w) : w.args.max_rows;
-    const uint32_t columns = sampled ? w.args.vocab : f.n;
-    const uint32_t behind = rows * columns * 4 + (sampled ? rows * w.args.workers * 16 : 0);
-    base = tasks::workspace<uint8_t>(w, (f.output + behind + 255) / 256 * 256);
+    base = PackedRows(w, f, sampled).end();
     padded = (matrix_rows(w, sampled) + 15) / 16 * 16;
   }
   MK_DEVICE float* squares(uint32_t row) const { return reinterpret_cast<float*>(base) + row * kConsumers; }
   MK_DEVICE uint8_t* chunk(uint32_t index) const { return base + kSquareBytes + uint64_t(index) * padded * 64; }
+
+  // Octet o of a share, which begins at its columns of the first unit.
+  MK_DEVICE void put(uint32_t row, const Share& share, uint32_t units, uint32_t o, uint32_t, const Quad& v) const {
+    *reinterpret_cast<Quad*>(chunk(share.first * units + o / 4) + row * 64 + o % 4 * 16) = v;
+  }
+  MK_DEVICE void put_square(uint32_t row, uint32_t share, float v) const { squares(row)[share] = v; }
 };
 
 MK_DEVICE uint64_t* packed_counter(const Worker& w) { return counter_of(w, w.args.counter_count - 1 - w.record->node); }
-
-MK_DEVICE uint32_t tiles_of(const MatrixFields& f, MatrixFlags flags) {
-  const uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
-  return (f.n + width - 1) / width;
-}
 
 // How a record's tiles go in groups, and how many units of a share make a slice: as many as fit a stage.
 struct WideShape {

@@ -176,7 +176,12 @@ __device__ __noinline__ void clear_wide() {
 #pragma unroll 1
       for (uint32_t i = first + w.warp_lane(); i < end; i += 32) clear(past + uint64_t(r) * f.n + i);
     }
+    if constexpr (flags.gives()) {
+#pragma unroll 1
+      for (uint32_t i = first + w.warp_lane(); i < end; i += 32) Giver<kFlags>(w, f, i, true).clear_last(w);
+    }
   }
+  clear_parts(w, f, flags);
   s.save();
 }
 

@@ -91,6 +91,7 @@ MK_OUT_OF_LINE void begin_step() {
   w.state().record_index = ~0u;
   if (w.warp() == dev::kProducerWarp) block().header_known = 0;
   w.save();
+  dev::begin_ring();
 }
 
 // This warp will not look at the step again.
@@ -125,18 +126,89 @@ MK_OUT_OF_LINE void done_record() {
   dev::warp_meets();
 }
 
+// The records of a step. kSeveral: of one that the device treats apart, because it may have several rows: a task may have
+// functions of its own for those, so that what is executed in others does not grow by them.
+template <class Tasks, bool kSeveral>
+MK_DEVICE void consume_records() {
+  for (;;) {
+    const uint32_t opcode = next_record();
+    if (opcode == abi::kEnd) break;
+    dispatch<0>(opcode, []<class T>() {
+      if constexpr (kSeveral && requires { dev::Core<T>::consume_several(); }) {
+        dev::Core<T>::consume_several();
+      } else {
+        dev::Core<T>::consume();
+      }
+    }, Tasks{});
+    trace::published(dev::Loaded(), abi::Role::kConsumer);
+    done_record();
+  }
+}
+
+template <class Tasks, bool kSeveral>
+MK_DEVICE void store_records() {
+  for (;;) {
+    const uint32_t opcode = next_record();
+    if (opcode == abi::kEnd) break;
+    dispatch<0>(opcode, []<class T>() {
+      if constexpr (kSeveral && requires { dev::Core<T>::store_several(); }) {
+        dev::Core<T>::store_several();
+      } else if constexpr (dev::Core<T>::kStores) {
+        dev::Core<T>::store();
+      }
+      if constexpr (Clearing<T>) dev::Core<T>::clear_last();
+    }, Tasks{});
+    done_record();
+  }
+}
+
+template <class Tasks, bool kSeveral>
+MK_DEVICE void load_records() {
+  for (;;) {
+    const uint32_t opcode = next_record();
+    if (opcode == abi::kEnd) break;
+    dispatch<0>(opcode, []<class T>() {
+      if constexpr (kSeveral && requires { dev::Core<T>::load_several(); }) {
+        dev::Core<T>::load_several();
+      } else if constexpr (dev::Core<T>::kLoads) {
+        dev::Core<T>::load();
+      }
+    }, Tasks{});
+    done_record();
+  }
+}
+
+}  // namespace roles
+
+namespace several {
+
+template <class Tasks>
+MK_OUT_OF_LINE void consume_records() {
+  roles::consume_records<Tasks, true>();
+}
+template <class Tasks>
+MK_OUT_OF_LINE void store_records() {
+  roles::store_records<Tasks, true>();
+}
+template <class Tasks>
+MK_OUT_OF_LINE void load_records() {
+  roles::load_records<Tasks, true>();
+}
+
+}  // namespace several
+
+namespace roles {
+
 template <class Tasks>
 MK_DEVICE void run_consumer(bool one_step) {
   if constexpr (makes_headers(Tasks{})) {
     if (dev::worker_index() == 0) begin_launch(Tasks{});
   }
   for (begin_step(); await_header(); begin_step()) {
-    for (;;) {
-      const uint32_t opcode = next_record();
-      if (opcode == abi::kEnd) break;
-      dispatch<0>(opcode, []<class T>() { dev::Core<T>::consume(); }, Tasks{});
-      trace::published(dev::Loaded(), abi::Role::kConsumer);
-      done_record();
+    if (dev::was_announced()) {
+      several::consume_records<Tasks>();
+    } else {
+      consume_records<Tasks, false>();
     }
     done_record();
     end_step();
@@ -147,16 +219,10 @@ MK_DEVICE void run_consumer(bool one_step) {
 template <class Tasks>
 MK_DEVICE void run_storer(bool one_step) {
   for (begin_step(); await_header(); begin_step()) {
-    for (;;) {
-      const uint32_t opcode = next_record();
-      if (opcode == abi::kEnd) break;
-      dispatch<0>(opcode, []<class T>() {
-        if constexpr (dev::Core<T>::kStores) {
-          dev::Core<T>::store();
-        }
-        if constexpr (Clearing<T>) dev::Core<T>::clear_last();
-      }, Tasks{});
-      done_record();
+    if (dev::was_announced()) {
+      several::store_records<Tasks>();
+    } else {
+      store_records<Tasks, false>();
     }
     done_record();
     end_step();
@@ -167,13 +233,10 @@ MK_DEVICE void run_storer(bool one_step) {
 template <class Tasks>
 MK_DEVICE void run_loader(bool one_step) {
   for (begin_step(); await_header(); begin_step()) {
-    for (;;) {
-      const uint32_t opcode = next_record();
-      if (opcode == abi::kEnd) break;
-      dispatch<0>(opcode, []<class T>() {
-        if constexpr (dev::Core<T>::kLoads) dev::Core<T>::load();
-      }, Tasks{});
-      done_record();
+    if (dev::was_announced()) {
+      several::load_records<Tasks>();
+    } else {
+      load_records<Tasks, false>();
     }
     done_record();
     end_step();

@@ -14,7 +14,7 @@ struct Advance {
   using Fields = abi::AdvanceFields;
 
   MK_DEVICE static void execute(Worker& w, const abi::Record&, const Fields& f) {
-    if constexpr (together<Worker>()) return execute_together(w, f);
+    if constexpr (announces<Worker>()) return execute_together(w, f);
     const uint64_t reported = launch(w)->ring_written;
     if constexpr (kConfig.paced) {
       if (w.lane() == 0) measure(w);
@@ -35,7 +35,7 @@ struct Advance {
 
   // The first header of a launch, made by worker 0 when all have answered the roll-call.
   MK_DEVICE static void begin(Worker& w) {
-    if constexpr (together<Worker>()) return begin_together(w);
+    if constexpr (announces<Worker>()) return begin_together(w);
     const uint64_t reported = launch(w)->ring_written;
     take_commands(w);
     if (given_up(w)) return;
@@ -56,6 +56,38 @@ struct Advance {
     return false;
   }
 
+  // Some devices prepare for a step of several rows, or of more than `kNarrowRows`, before they know its rows. So the header
+  // before says what a step may have; in the first of a launch nobody is ahead.
+  template <class W>
+  MK_DEVICE static constexpr bool announces() {
+    if constexpr (requires { W::kAnnounces; }) return W::kAnnounces;
+    return false;
+  }
+  template <class W>
+  MK_DEVICE static uint32_t row_room(const W& w, const abi::StepHeader& last, bool first) {
+    if constexpr (announces<W>()) {
+      if (!first && last.widens == 0) return 1;
+    }
+    if constexpr (together<W>()) {
+      if (!first && last.widens < 2) return least(w.args.max_rows, W::kNarrowRows);
+    }
+    return w.args.max_rows;
+  }
+
+  // What the header of the next step says about it, and about the one after it, which wants so many rows.
+  template <class W>
+  MK_DEVICE static void say_room(const W& w, abi::StepHeader& h, const abi::StepHeader& last, bool first, uint32_t wanted) {
+    if constexpr (announces<W>()) {
+      h.widens = w.args.max_rows > 1 && wanted > 1;
+      uint32_t own = first ? w.args.max_rows > 1 : last.widens;
+      if constexpr (together<W>()) {
+        if (wanted > W::kNarrowRows) h.widens = 2;
+        if (first) own = 2;
+      }
+      h.widened = own != 0 ? own : last.widened == 1 ? 3 : 0;
+    }
+  }
+
   template <class W>
   MK_DEVICE static void execute_together(W& w, const Fields& f) {
     const uint64_t reported = launch(w)->ring_written;
@@ -66,6 +98,21 @@ struct Advance {
       c.decode = w.sum(int32_t(c.decode));
       if (w.lane() == 0) adapt(w, c);
     }
+    take_together(w, f, reported);
+    take_commands(w);
+    if (given_up(w)) return;
+    prepare_together(w, w.step + 1, *w.header, false);
+    if (w.lane() == 0) {
+      const uint64_t finished = w.step * w.args.workers - 1;
+      if (w.wait(&launch(w)->finished, finished, abi::FaultKind::kHeaderBudget, abi::kNone)) announce(w, w.step + 1);
+      report_events(w, reported);
+    }
+    w.sync();
+  }
+
+  // The tokens of a step, each row's by a lane.
+  template <class W>
+  MK_DEVICE static void take_together(W& w, const Fields& f, uint64_t reported) {
     const auto* results = workspace<const abi::SampleResult>(w, f.result);
     for (uint32_t r = w.lane(); r < w.header->rows; r += w.lanes()) {
       const abi::Row& row = w.header->row[r];
@@ -79,15 +126,6 @@ struct Advance {
       launch(w)->steps_run += 1;
       launch(w)->tokens_out += w.header->sampled;
       launch(w)->ring_written = reported + w.header->sampled;
-    }
-    w.sync();
-    take_commands(w);
-    if (given_up(w)) return;
-    prepare_together(w, w.step + 1, *w.header, false);
-    if (w.lane() == 0) {
-      const uint64_t finished = w.step * w.args.workers - 1;
-      if (w.wait(&launch(w)->finished, finished, abi::FaultKind::kHeaderBudget, abi::kNone)) announce(w, w.step + 1);
-      report_events(w, reported);
     }
     w.sync();
   }
@@ -137,16 +175,16 @@ struct Advance {
     return slots(w);
   }
 
-  // Some devices bring the weights of a wide step, of more than `kNarrowRows`, in another order, and begin to do so before
-  // they know its rows. So the header before says whether a step may be wide; in the first of a launch nobody is ahead.
   template <class W>
   MK_DEVICE static void prepare_together(W& w, uint64_t step, const abi::StepHeader& last, bool first) {
     Board& board = *w.template scratch<Board>(1);
     abi::StepHeader& h = board.header;
     const uint32_t count = w.args.max_slots;
     const bool fits = Board::fits(w, count);
-    if (fits) Board::copy(w, const_cast<abi::SlotState*>(table(w)), slots(w), count * sizeof(abi::SlotState));
-    w.sync();
+    if constexpr (together<W>()) {
+      if (fits) Board::copy(w, const_cast<abi::SlotState*>(table(w)), slots(w), count * sizeof(abi::SlotState));
+      w.sync();
+    }
     uint32_t own = 0;  // of these slots: prompts, active ones, ready to decode; 10 bits each
     for (uint32_t i = w.lane(); i < count && fits; i += w.lanes()) {
       const abi::SlotState& slot = table(w)[i];
@@ -155,7 +193,7 @@ struct Advance {
       board.ready[i] = ready;
     }
     const uint32_t all = w.sum(int32_t(own)), ready = all & 1023, wanted = all >> 10 & 1023;
-    const uint32_t room = first || last.widens != 0 ? w.args.max_rows : least(w.args.max_rows, W::kNarrowRows);
+    const uint32_t room = row_room(w, last, first);
     const bool decodes = fits && all >> 20 == 0 && count <= w.args.max_rows && ready <= room;
     if (decodes) {
       for (uint32_t i = w.lane(); i < count; i += w.lanes()) {
@@ -166,17 +204,19 @@ struct Advance {
       h.step = step;
       if (decodes) {
         h.rows = h.sampled = ready;
-      } else {
+      } else if constexpr (kConfig.paced) {
         share_rows(w, h, room);
+      } else {
+        fill_rows(w, h, room);
       }
-      h.widens = (decodes ? wanted : rows_wanted(w)) > W::kNarrowRows;
+      say_room(w, h, last, first, decodes ? wanted : rows_wanted(w));
       h.wide_rows = last.wide_rows + (h.rows > W::kNarrowRows ? h.rows : 0);
-      h.wide_sampled = last.wide_sampled + (h.sampled > W::kNarrowRows ? h.sampled : 0);
+      h.wide_sampled = last.wide_sampled + (h.rows > W::kNarrowRows && h.sampled > 1 ? h.sampled : 0);
       if (w.args.step_budget_ns != 0) launch(w)->began_ns = dev::clock_ns();
       begin_or_exit(w, launch(w), h, step);
     }
     w.sync();
-    if (!decodes) {  // prompts are far away
+    if (together<W>() && !decodes) {  // prompts are far away
       for (uint32_t r = w.lane(); r < h.rows; r += w.lanes()) {
         abi::Row& row = h.row[r];
         if (row.position < table(w)[row.slot].prompt_length) row.token = tokens(w, row.slot)[row.position];
@@ -384,13 +424,14 @@ struct Advance {
   // The header of `step`; nobody reads the one that was in its place.
   MK_DEVICE static void prepare(Worker& w, uint64_t step) {
     abi::LaunchState* state = launch(w);
+    const uint32_t room = w.args.max_rows;
     abi::StepHeader& h = at<abi::StepHeader>(w.args.headers)[step & 1];
     h.step = step;
     if constexpr (kConfig.paced) {
-      share_rows(w, h, w.args.max_rows);
+      share_rows(w, h, room);
       if (w.args.step_budget_ns != 0) state->began_ns = dev::clock_ns();
     } else {
-      fill_rows(w, h);
+      fill_rows(w, h, room);
     }
     begin_or_exit(w, state, h, step);
   }
@@ -408,12 +449,12 @@ struct Advance {
   }
 
   // One row for each slot past its prompt, then prompt tokens while there is room.
-  MK_DEVICE static void fill_rows(Worker& w, abi::StepHeader& h) {
+  MK_DEVICE static void fill_rows(Worker& w, abi::StepHeader& h, uint32_t room) {
     h.rows = 0;
     h.sampled = 0;
-    const uint32_t room = w.args.max_rows, count = w.args.max_slots;
+    const uint32_t count = w.args.max_slots;
     uint32_t start = 0, decode_room = room;
-    if (count > room) {  // more slots than rows: they take turns, and a prompt is never starved
+    if (count > w.args.max_rows) {  // more slots than rows: they take turns, and a prompt is never starved
       start = uint32_t(h.step % count);
       for (uint32_t index = 0; index < count; ++index) {
         if (active(slots(w)[index]) && slots(w)[index].position < slots(w)[index].prompt_length) decode_room = room - 1;

@@ -8,6 +8,8 @@ struct CombineConfig {
   int head_dim = 64;
   int heads = 1;
   int piece_tokens = 256;
+  bool gives = false;
+  bool half = false;
 };
 
 template <CombineConfig kConfig>

@@ -26,6 +26,8 @@ class CombineConfig(Variant):
     head_dim: int = 64
     heads: int = 1
     piece_tokens: int = 256
+    gives: bool = False  # in steps of several rows it publishes its output packed, too, for the product that reads it
+    half: bool = False  # in float16, not bfloat16
 
 
 class Combine(Task):

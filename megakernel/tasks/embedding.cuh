@@ -8,6 +8,7 @@ struct EmbeddingConfig {
   DType dtype = DType::kF32;
   bool positions = false;
   bool inputs = false;
+  bool gives = false;
 };
 
 template <EmbeddingConfig kConfig>

@@ -28,6 +28,7 @@ class EmbeddingConfig(Variant):
     dtype: DType = DType.F32  # of the tables
     positions: bool = False
     inputs: bool = False  # whether a token may stand for a row of the host
+    gives: bool = False  # in steps of several rows it publishes its output packed, too, for the product that reads it
 
 
 class Embedding(Task):
@@ -42,6 +43,11 @@ class Embedding(Task):
         (
             Field("table", "u64", doc="offset in the weights"),
             Field("positions", "u64", doc="offset in the weights, or kNone64"),
+            Field(
+                "gamma",
+                "u64",
+                doc="of the norm of the product it gives its output to: offset in the weights, or kNone64",
+            ),
             Field("output", "u32", doc="offset in the workspace"),
             Field("cols", "u32"),
             Field("tile_cols", "u32"),
@@ -73,6 +79,7 @@ class Embedding(Task):
         return {
             "table": at.weight(node.weights["table"]),
             "positions": at.weight(node.weights["positions"]) if "positions" in node.weights else NONE64,
+            "gamma": at.weight(node.weights["gamma"]) if "gamma" in node.weights else NONE64,
             "output": at.tensor(node.tensors["output"]),
             "cols": node.sizes["cols"],
             "tile_cols": node.sizes["tile_cols"],

@@ -18,6 +18,8 @@ struct MatmulConfig {
   bool softcap = false;
   int rounds = 0;
   bool even = false;
+  bool gives = false;
+  bool given = false;
 };
 
 template <Activation kActivation>

@@ -61,6 +61,8 @@ class MatmulConfig(Variant):
     softcap: bool = False
     rounds: int = 0  # in which one row of the input is brought, 2,048 columns each; 0: not known
     even: bool = False  # units have 1,024 columns: all who share one have as many
+    gives: bool = False  # in steps of several rows its output is published packed, too, for the product that reads it
+    given: bool = False  # and its input comes so
 
 
 class Matmul(Task):
@@ -75,7 +77,12 @@ class Matmul(Task):
         (
             Field("weight", "u64", doc="offset in the weights"),
             Field("bias", "u64", doc="f32 [tiles * tile_n], offset in the weights, or kNone64"),
-            Field("gamma", "u64", doc="f32 [k], offset in the weights, or kNone64; or the buffer it sends to"),
+            Field(
+                "gamma",
+                "u64",
+                doc="f32 [k], offset in the weights, or kNone64; or the buffer it "
+                "sends to; or without a norm that of the product it gives its output to, f32 [n]",
+            ),
             Field("input", "u32", doc="offset in the workspace: f32 [rows][k]"),
             Field("output", "u32", doc="offset in the workspace: f32 [rows][n]"),
             Field("residual", "u32", doc="offset in the workspace: f32 [rows][n], or kNone; or the exchange it sends"),

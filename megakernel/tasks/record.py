@@ -179,9 +179,19 @@ def step_header(capacity: int) -> Struct:
         Field("exit", "u32", doc="ExitReason; not RUNNING means leave the kernel instead of running this step"),
         Field("sample_row", "u32", capacity, doc="row of each sampled row"),
         Field("row", ROW, capacity),
-        Field("widens", "u32", doc="1: the next step may be wide. Where steps are wide or narrow, see `row_room`"),
+        Field(
+            "widens",
+            "u32",
+            doc="what the next step may have: 0 one row, 1 several, 2 more than the device's narrow "
+            "steps. Of devices whose rings depend on it",
+        ),
+        Field(
+            "widened",
+            "u32",
+            doc="what this one was announced to have; 3: one row, and the last was announced to have several",
+        ),
         Field("wide_rows", "u64", doc="rows of wide steps so far, this one included"),
-        Field("wide_sampled", "u64", doc="sampled rows so far of steps with so many of them"),
+        Field("wide_sampled", "u64", doc="sampled rows so far of wide steps with several of them"),
     )
     size = Struct("StepHeader", fields).size
     return Struct("StepHeader", fields, pad_to=-(-size // 512) * 512, doc=_STEP_DOC)

@@ -14,9 +14,13 @@ from megakernel.builder.rows import default_rows, first_chunk, step_us
 from megakernel.errors import CapacityError, LoweringError
 from megakernel.target import find_target
 from megakernel.tasks.advance import AdvanceConfig
-from megakernel.tasks.matmul import Matmul
+from megakernel.tasks.combine import Combine
+from megakernel.tasks.embedding import Embedding
+from megakernel.tasks.matmul import Matmul, MatmulConfig
+from megakernel.tasks.norm import Norm
 from megakernel.tasks.record import STEP, TILE_ROWS, abi_hash, row_capacity, step_header
-from megakernel.tasks.task import DType, all_fields
+from megakernel.tasks.task import DType, TaskNode, all_fields
+from tests.gpu.machine import MODELS
 
 CPU = find_target("cpu-avx2")
 CONFIG: dict[str, Any] = {
@@ -67,11 +71,12 @@ def test_a_workspace_has_a_limit() -> None:
 
 
 @pytest.mark.parametrize("slots", [4, 40])
-def test_a_gpu_with_wide_steps_has_room_for_their_inputs(slots: int) -> None:
-    """Behind each product's output, as `PackedInput` of the device half finds it: squares, then the columns."""
+def test_a_gpu_with_steps_of_several_rows_has_room_for_their_inputs(slots: int) -> None:
+    """Behind each product's output, as `PackedRows` and behind it `PackedInput` of the device half find them: squares,
+    then the columns. A program for one row has none."""
     target = find_target("sm_90a")
     config = {**CONFIG, "head_dim": 32, "max_position_embeddings": 512}
-    plain, made = (make_plan(config, target, max_rows=n, max_slots=slots, max_context=512) for n in (16, 48))
+    single, plain, made = (make_plan(config, target, max_rows=n, max_slots=slots, max_context=512) for n in (1, 16, 48))
     assert made.limits.wide(target) and not plain.limits.wide(target)
     seen = 0
     for node in made.lowered.nodes:
@@ -80,15 +85,63 @@ def test_a_gpu_with_wide_steps_has_room_for_their_inputs(slots: int) -> None:
         sampled = node.variant.cpp().find(".sampled = true") >= 0
         rows = made.limits.sampled_rows if sampled else 48
         behind = rows * node.sizes["n"] * 4 + (rows * target.workers * 16 if sampled else 0)
-        packed = 64 * 8 * 4 + 48 * node.sizes["k_unit"] * node.sizes["units"] * 2
+        columns = node.sizes["k_unit"] * node.sizes["units"]
+        narrow, wide = 16 * 8 * 4 + 16 * columns * 2, 64 * 8 * 4 + 48 * columns * 2
+        given = 0 if sampled else 16 * -(-node.sizes["n"] // 32) * (16 + 64)  # its output, packed
         size = made.lowered.tensors[node.tensors["output"]]
-        assert size.bytes >= -(-behind // 256) * 256 + packed
-        before = plain.lowered.tensors[node.tensors["output"]]
-        assert sampled or before.rows == 16
+        assert size.bytes >= -(-behind // 256) * 256 + given + narrow + wide
+        rows = plain.limits.sampled_rows if sampled else 16
+        behind = rows * node.sizes["n"] * 4 + (rows * target.workers * 16 if sampled else 0)
+        assert plain.lowered.tensors[node.tensors["output"]].bytes >= -(-behind // 256) * 256 + given + narrow
+        assert sampled or single.lowered.tensors[node.tensors["output"]].rows == 1
         seen += 1
     assert seen == 4 * 2 + 1
     for plan, paced in ((plain, False), (made, True)):
         assert [n.variant.paced for n in plan.lowered.nodes if isinstance(n.variant, AdvanceConfig)] == [paced]
+
+
+def _given(node: TaskNode) -> bool:
+    assert isinstance(node.variant, MatmulConfig)
+    return node.variant.given
+
+
+def _normed(node: TaskNode) -> bool:
+    assert isinstance(node.variant, MatmulConfig)
+    return node.variant.norm
+
+
+def _gives(node: TaskNode) -> bool:
+    return bool(getattr(node.variant, "gives", False))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 48])
+def test_inputs_are_given_packed_by_who_writes_them(rows: int) -> None:
+    """Every product of a Llama: qkv and gate and up from a sum, o from `combine`, down from gate and up, the head from
+    the last sum; the gamma is that of the reader. A program for one row gives nothing."""
+    config = {**CONFIG, "head_dim": 32, "max_position_embeddings": 512}
+    made = make_plan(config, find_target("sm_90a"), max_rows=rows, max_slots=4, max_context=512).lowered
+    writers = {n.tensors["output"]: n for n in made.nodes if n.task in (Matmul, Embedding, Combine)}
+    for node in (n for n in made.nodes if n.task is Matmul):
+        writer = writers[node.tensors["input"]]
+        assert _given(node) == _gives(writer) == (rows > 1), node.name
+        if rows > 1:
+            assert not _normed(node) or writer.weights["gamma"] == node.weights["gamma"]
+            size, k = made.tensors[node.tensors["input"]], node.sizes["k"]
+            assert size.bytes >= -(-rows * k * 4 // 256) * 256 + 16 * k // 32 * (16 + 64)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "neox"])
+def test_inputs_of_norms_and_of_several_products_are_not_given(family: str) -> None:
+    config = MODELS[f"tiny-{family}"]
+    nodes = make_plan(config, find_target("sm_90a"), max_rows=16, max_slots=4, max_context=256).lowered.nodes
+    writers = {n.tensors["output"]: n for n in nodes if "output" in n.tensors}
+    products = [n for n in nodes if n.task is Matmul]
+    given = [_given(n) for n in products]
+    assert any(given) and not all(given)
+    for node in products:
+        readers = [n for n in products if n.tensors["input"] == node.tensors["input"]]
+        if writers[node.tensors["input"]].task is Norm or len(readers) > 1:
+            assert not _given(node), node.name
 
 
 def test_headers_grow_in_few_sizes() -> None:
