@@ -327,7 +327,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       w.sync();
       if constexpr (kSeveral) c.free_input();
       if (last && kMayLag) give_back_pages(c, item, first);
-      publish_merged(w, f, item, base, rows, tops, sums, 0, kDim);
+      publish_merged<kSeveral>(w, f, item, base, rows, tops, sums, 0, kDim);
       return;
     }
     const uint32_t tiles = room / tile_bytes;
@@ -343,7 +343,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       w.sync();
       if (kSeveral && tile == 0) c.free_input();
       if (read && kMayLag) give_back_pages(c, item, first);
-      publish_merged(w, f, item, base, rows, tops, sums, tile * 8, count * 8);
+      publish_merged<kSeveral>(w, f, item, base, rows, tops, sums, tile * 8, count * 8);
     }
   }
 
@@ -370,6 +370,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // Columns [begin, begin + count) of the block's q-rows, by as many warps for each as there are.
+  template <bool kSeveral>
   MK_DEVICE static void publish_merged(Worker& w, const Fields& f, const Items& item, uint32_t base, uint32_t rows,
                                        const float2* tops, const float* sums, uint32_t begin, uint32_t count) {
     const uint32_t places = rows > 4 ? 8 : rows > 2 ? 4 : rows, m = w.warp() % places, part = w.warp() / places;
@@ -392,7 +393,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       factor[i] = exp2_fast((ends[i].x - top) * kLog2e);
       total += factor[i] * ends[i].y;
     }
-    const bool whole = one_piece(*w.header, f, position);
+    const bool whole = f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !(kSeveral && gives(*w.header));
     float* partial = partial_at(w, f, row, head, item.piece);
     float* out = whole ? output_at(w, f, row, head) : partial;
 #pragma unroll 1
