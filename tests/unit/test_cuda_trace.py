@@ -21,7 +21,7 @@ pytestmark = needs_wheels
 HOT = ("consume_rowI", "load_rowI", "store_rowsI", "produce_rows")
 # Bytes that recording may add to a function that runs in every layer. An instruction has 16, and of what runs once a
 # record each takes some 10 cycles: 60 in the consumers were 1.4 % of a step, 8 for each stage in the producer 3 %.
-MOST = {"consume_rowI": 20 * 16, "load_rowI": 30 * 16, "store_rowsI": 20 * 16, "produce_rows": 24 * 16}
+MOST = {"consume_rowI": 20 * 16, "load_rowI": 30 * 16, "store_rowsI": 24 * 16, "produce_rows": 24 * 16}
 
 
 @cache
