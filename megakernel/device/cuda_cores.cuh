@@ -18,6 +18,7 @@ struct Producer {
     w.load();
     const RoleState& s = w.state();
     head = s.ring, tail = s.tail, in_flight = s.in_flight;
+    trace::begin_pass(w);
   }
   MK_DEVICE void save() const {
     RoleState& s = w.state_to_write();
