@@ -39,9 +39,12 @@ class Clock:
     def of(steps: Table, records: Table) -> Clock:
         """`steps`: at least one, ascending."""
         origin, first = int(steps["clock_ns"].min()), int(steps["clock"].min())
-        at = steps[np.searchsorted(steps["step"], records["step"])]
-        ticks = np.concatenate([steps["clock"], _whole(records["clock"], at["clock"])])
-        ns = np.concatenate([steps["clock_ns"], at["clock_ns"] + _apart(records["clock_ns"], at["clock_ns"])])
+        at, told = steps[np.searchsorted(steps["step"], records["step"])], steps[steps["end"] != 0]
+        of = np.concatenate([at, told])
+        clock = np.concatenate([records["clock"], told["told"]])
+        clock_ns = np.concatenate([records["clock_ns"], told["told_ns"]])
+        ticks = np.concatenate([steps["clock"], _whole(clock, of["clock"])])
+        ns = np.concatenate([steps["clock_ns"], of["clock_ns"] + _apart(clock_ns, of["clock_ns"])])
         order = np.argsort(ticks, kind="stable")
         x = (ticks[order].astype(np.int64) - first).astype(np.float64)
         y = (ns[order].astype(np.int64) - origin).astype(np.float64)

@@ -79,28 +79,41 @@ class Recorder:
     def read(self) -> Recording:
         """All that is in the rings, oldest first within each. Between launches."""
         raw = self._device.download(self.buffer, 0, self.buffer.bytes)
+        if self._rings[0] is TRACE_MARKS:
+            return self._of_marks(raw)
         found: list[npt.NDArray[Any]] = []
         lost = [0] * self._workers
-        drift: list[float] = []
         at = 0
         for worker in range(self._workers):
-            rings = []
             for entry in self._rings:
                 ring, at = raw[at : at + self._bytes(entry)], at + self._bytes(entry)
-                written = int(ring[: TRACE_RING.size].view(TRACE_RING.dtype)["written"][0])
-                lost[worker] += max(0, written - self.capacity)
-                kept = np.arange(max(0, written - self.capacity), written) & (self.capacity - 1)
+                kept, over = self._kept(int(ring[: TRACE_RING.size].view(TRACE_RING.dtype)["written"][0]))
+                lost[worker] += over
                 entries = ring[TRACE_RING.size :].reshape(-1, entry.size)
-                rings.append(entries[kept].reshape(-1).view(entry.dtype))
-            if self._rings[0] is TRACE_MARKS:
-                passes, at = raw[at : at + self._rows_bytes], at + self._rows_bytes
-                rows = passes.view(TRACE_PASS.dtype)[: self._row * (self.capacity // self._row)].reshape(-1, self._row)
-                events, off, overtaken = events_of_marks(worker, self._records[worker], rings[0], rows)
-                lost[worker] += overtaken
-                found.append(events)
-                drift.append(off)
-            else:
-                found += rings
+                found.append(entries[kept].reshape(-1).view(entry.dtype))
+        return Recording(np.concatenate(found), tuple(lost), self.first, self.last, self.fault)
+
+    def _kept(self, written: int) -> tuple[npt.NDArray[np.int64], int]:
+        """Places of the entries of a ring that are there, oldest first, and how many are not."""
+        over = max(0, written - self.capacity)
+        return np.arange(over, written) & (self.capacity - 1), over
+
+    def _of_marks(self, raw: npt.NDArray[np.uint8]) -> Recording:
+        """Heads of rings by worker; then each place of a ring, and each of a row, of all workers side by side."""
+        marks_at = self._workers * TRACE_RING.size
+        passes_at = marks_at + self._workers * self.capacity * TRACE_MARKS.size
+        written = raw[:marks_at].view(TRACE_RING.dtype)["written"]
+        marks = raw[marks_at:passes_at].reshape(self.capacity, self._workers, TRACE_MARKS.size)
+        passes = raw[passes_at:].view(TRACE_PASS.dtype).reshape(self.capacity, self._workers)
+        rows = passes[: self._row * (self.capacity // self._row)].reshape(-1, self._row, self._workers)
+        found, lost, drift = [], [], []
+        for worker in range(self._workers):
+            kept, over = self._kept(int(written[worker]))
+            mine = marks[kept, worker].reshape(-1).view(TRACE_MARKS.dtype)
+            events, off, overtaken = events_of_marks(worker, self._records[worker], mine, rows[:, :, worker])
+            found.append(events)
+            lost.append(over + overtaken)
+            drift.append(off)
         return Recording(np.concatenate(found), tuple(lost), self.first, self.last, self.fault, tuple(drift))
 
     def close(self) -> None:

@@ -363,15 +363,12 @@ struct Worker {
     __syncwarp();
   }
 
-  // What recording asks: places of records in the block, the one at work, that of the consumers, and whose waits for
-  // counters count.
+  // What recording asks: places of records in the block, the one at work, and that of the consumers.
   static constexpr uint32_t kPlaces = kRecords;
   MK_DEVICE trace::Stamps<kRecords>& stamps() const { return block().stamps; }
   MK_DEVICE uint32_t index_in(uint32_t place) const { return block().record_at[place]; }
   MK_DEVICE uint32_t record_offset() const { return shared_address(record) - shared_address(block().record); }
   MK_DEVICE uint32_t consumed() const { return block().state[0].record ? block().state[0].record_index : abi::kNone; }
-  static constexpr uint32_t kSpeaker = kLoaderWarp * 32;  // and thread 0
-  MK_DEVICE bool stopped() const { return load_volatile(&block().stop) != 0; }
 
   MK_DEVICE uint32_t lane() const { return threadIdx.x; }
   static constexpr uint32_t lanes() { return kConsumers * 32; }
@@ -468,7 +465,7 @@ struct Worker {
     const uint32_t address = shared_address(barrier);
 #pragma unroll 1
     while (!barrier_look<kRoom>(address, parity)) {
-      trace::held_up<kRoom>(*this, address, parity);
+      if (trace::held_up<kRoom>(*this, address, parity)) return;
       if (*static_cast<volatile uint32_t*>(&block().stop) == 0) continue;
       drain_copies();
       asm volatile("exit;");

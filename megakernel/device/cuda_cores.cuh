@@ -19,6 +19,7 @@ struct Producer {
     const RoleState& s = w.state();
     const uint32_t end = own_room().end;
     head = {s.ring, end}, tail = {s.tail, end}, in_flight = s.in_flight;
+    trace::begin_pass(w);
   }
   MK_DEVICE void save() const {
     RoleState& s = w.state_to_write();

@@ -4,22 +4,23 @@
 // The roles of a record are warps side by side, and what they run from one record to the next is what a step waits for: a
 // hundred instructions of one of them are 1 % of a step. So they leave marks in shared memory beside the record, three or
 // four instructions each: the low half of their processor's clock. All warps of a role write the same word, and the last
-// of them counts. Control, who is ahead, copies the words when it wants the record's place for another one, and never
-// while others wait for it: at the begin of a step, and before it says that its worker has ended one. The producer, who
-// is further ahead, is what keeps the memory busy: it writes two words a record, and nothing for a stage that is free when
-// it comes to it. The host makes events of them (marks.py).
+// of them counts. Control, who is ahead, copies the words when it wants the record's place for another one, a word a lane.
+// The producer, who is further ahead, is what keeps the memory busy: it writes two words a record, and nothing for a stage
+// that is free when it comes to it. The host makes events of them (marks.py).
 #pragma once
 
 namespace megakernel::trace {
 
 // Of a record, as in abi::TraceMarks. 0: not yet, or nobody needs it.
-enum Word : uint32_t { kReady, kData, kDone, kSeen, kSums, kOut, kWait, kWords = 8 };
-constexpr uint32_t kRecordAt = kWords, kStepAt = kWords + 1, kClockAt = kWords + 2, kClockNsAt = kWords + 3;
+enum Word : uint32_t { kReady, kData, kDone, kSeen, kSums, kOut, kWait, kStep, kWords };
+constexpr uint32_t kClock = kWords, kClockNs = kWords + 1, kRecordAt = kWords + 2, kMore = 3;
 constexpr uint32_t kWaitShift = 6;
 static_assert(1 << kWaitShift == abi::kWaitTicks);
 static_assert(__builtin_offsetof(abi::TraceMarks, wait) == kWait * 4);
+static_assert(__builtin_offsetof(abi::TraceMarks, step) == kStep * 4 && __builtin_offsetof(abi::TraceStep, step) == kStep * 4);
+static_assert(__builtin_offsetof(abi::TraceMarks, clock) == kClock * 4);
+static_assert(__builtin_offsetof(abi::TraceMarks, clock_ns) == kClockNs * 4);
 static_assert(__builtin_offsetof(abi::TraceMarks, record) == kRecordAt * 4);
-static_assert(__builtin_offsetof(abi::TraceMarks, clock_ns) == kClockNsAt * 4);
 static_assert(__builtin_offsetof(abi::TraceStep, record) == kRecordAt * 4);
 static_assert(sizeof(abi::TraceMarks) == sizeof(abi::TraceStep));
 static_assert(sizeof(abi::TracePass) == 8 && __builtin_offsetof(abi::TracePass, done) == 4);
@@ -30,20 +31,25 @@ constexpr bool kOn = true;
 // In shared memory, which no constructor has seen before `begin`.
 template <uint32_t kRecords>
 struct Stamps {
-  uint32_t word[kRecords][kWords];
   uint64_t passes;  // of the producer: the first record's place in the row of its step, or 0
-  uint32_t room;    // and when it last got a stage that it had to wait for
+  uint32_t word[kRecords][kWords], more[kRecords][kMore];
 };
 
-// What control keeps from the begin of a launch on.
+// What a warp keeps. Registers, of which each role has those that it uses.
 struct Scribe {
-  uint64_t marks, written;  // where they are, and how many
-  uint64_t began, ready;    // of the step at work
-  uint64_t entry;           // of the last step that has one; 0: its end is written
-  uint64_t end;             // of that step; 0: it is at work
-  uint32_t held;            // of that step's last record, the word of this lane
-  uint32_t last;            // and its place; kPlaces: the step had no record
-  uint32_t pending;         // places whose words are not copied yet
+  // Of the producer, in a record: where its step's row is, or 0; when it last got a stage that it had to wait for.
+  uint64_t row;
+  uint32_t room, stride;
+  // Of control, in a launch.
+  uint32_t word, each;    // of this lane, in shared memory: its word of the first place, and to that of the next one
+  uint32_t held;          // what was in it, for the ring
+  uint64_t next;          // where the next entry goes
+  uint64_t written;       // entries, before the ring last began anew
+  uint32_t left;          // places of the ring from `next` on
+  uint32_t step;          // at work, 0: it is not recorded
+  uint64_t began, ready;  // of that step
+  uint64_t entry, end;    // of the last step that has an entry: where it is, or 0 when nothing of it is to come
+  uint32_t told, told_ns; // of that step
 };
 
 // Of a record of the storer, whether it has been marked.
@@ -77,10 +83,9 @@ MK_DEVICE uint64_t ticks() {
 template <uint32_t kRecords>
 MK_DEVICE void begin(Stamps<kRecords>& s) {
   if constexpr (kOn) {
-    s.passes = s.room = 0;
-    for (auto& record : s.word) {
-      for (uint32_t& word : record) word = 0;
-    }
+    s.passes = 0;
+    for (uint32_t i = 0; i < kRecords * kWords; ++i) s.word[0][i] = 0;
+    for (uint32_t i = 0; i < kRecords * kMore; ++i) s.more[0][i] = 0;
   }
 }
 
@@ -105,24 +110,24 @@ constexpr Word ready_word(abi::Role role) {
 }
 
 // ------------------------------------------------------------------------------------------------ rings
-// Of each worker: a ring of marks and steps, and as many places for what its producer leaves: a row for each step, with a
-// place for each record of the queue. A row begins with the step.
-constexpr uint64_t kMarksAt = sizeof(abi::TraceRing);
-
+// What workers write at about the same time is side by side, so that they need few pages of memory. First the head of each
+// worker's ring; then for each place of a ring that of all workers, marks or steps; then what producers leave: a row for
+// each step, in which each record of the queue has a place of all workers. A row begins with the step.
 template <class W>
-MK_DEVICE uint64_t marks_ring(const W& w) {
-  return w.args.trace + w.id * (kMarksAt + w.args.trace_capacity * uint64_t(sizeof(abi::TraceMarks) + sizeof(abi::TracePass)));
+MK_DEVICE abi::TraceRing* ring(const W& w) {
+  return reinterpret_cast<abi::TraceRing*>(w.args.trace) + w.id;
+}
+template <class W>
+MK_DEVICE uint64_t marks_at(const W& w, uint32_t place) {
+  const uint64_t begin = w.args.trace + w.args.workers * sizeof(abi::TraceRing);
+  return begin + (place * uint64_t(w.args.workers) + w.id) * sizeof(abi::TraceMarks);
 }
 template <class W>
 MK_DEVICE uint64_t passes_row(const W& w) {
   const uint32_t places = w.args.queue_length + 1, rows = w.args.trace_capacity / places;
-  const uint64_t row = uint64_t(uint32_t(w.step) % rows) * places * sizeof(abi::TracePass);
-  return marks_ring(w) + kMarksAt + w.args.trace_capacity * uint64_t(sizeof(abi::TraceMarks)) + row;
-}
-template <class W>
-MK_DEVICE uint32_t* next_marks(const W& w) {
-  const uint32_t index = uint32_t(w.scribe.written) & (w.args.trace_capacity - 1);
-  return reinterpret_cast<uint32_t*>(w.scribe.marks + index * sizeof(abi::TraceMarks));
+  const uint64_t begin = marks_at(w, w.args.trace_capacity) - w.id * sizeof(abi::TraceMarks);
+  const uint64_t place = uint32_t(w.step) % rows * places;
+  return begin + (place * w.args.workers + w.id) * sizeof(abi::TracePass);
 }
 
 // With no recording both are 0, which no step is.
@@ -132,42 +137,68 @@ MK_DEVICE bool recorded(const W& w) {
 }
 
 // ------------------------------------------------------------------------------------------------ control
+// The next entry is the one with so many before it.
+template <class W>
+MK_DEVICE void seek(const W& w, uint64_t written) {
+  auto& t = w.scribe;
+  const uint32_t at = uint32_t(written) & (w.args.trace_capacity - 1);
+  t.next = marks_at(w, at);
+  t.left = w.args.trace_capacity - at;
+  t.written = written - at;
+}
+template <class W>
+MK_DEVICE void wrote(const W& w) {
+  auto& t = w.scribe;
+  t.next += w.args.workers * sizeof(abi::TraceMarks);
+  if (--t.left == 0) seek(w, t.written + w.args.trace_capacity);
+}
+
 template <class W>
 MK_DEVICE void begin_launch(const W& w) {
   if constexpr (kOn) {
     auto& t = w.scribe;
-    t.written = t.began = t.ready = t.entry = t.end = 0;
-    t.held = t.pending = 0, t.last = W::kPlaces;
-    t.marks = marks_ring(w) + kMarksAt;
-    if (w.args.trace != 0) t.written = reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written;
+    const auto& s = w.stamps();
+    const uint32_t lane = threadIdx.x % 32, other = lane - kWords;
+    t.began = t.ready = t.entry = t.end = 0, t.step = t.told = t.told_ns = t.held = 0;
+    t.word = dev::shared_address(lane < kWords ? &s.word[0][lane] : &s.more[0][other < kMore ? other : 0]);
+    t.each = (lane < kWords ? kWords : kMore) * 4;
+    seek(w, w.args.trace != 0 ? ring(w)->written : 0);
   }
 }
 
-// The words of the record in a place, one a lane; they are free again. Beside them go both clocks: those of the processors
-// run at rates that differ and change within a step.
+// Control is about to put another record into the place, whose words it takes and clears. Nothing else is done before the
+// roles have the record.
 template <class W>
-MK_DEVICE uint32_t take_marks(const W& w, uint32_t slot) {
-  const uint32_t lane = threadIdx.x % 32;
-  uint32_t clock, ns;
-  read_both(clock, ns);
-  uint32_t* words = w.stamps().word[slot];
-  uint32_t word = lane == kRecordAt ? w.index_in(slot) : lane == kStepAt ? uint32_t(w.step) : lane == kClockAt ? clock : ns;
-  if (lane < kWords) {
-    word = words[lane];
-    words[lane] = 0;
+MK_DEVICE void free(const W& w, uint32_t slot) {
+  if constexpr (kOn) {
+    const uint32_t at = w.scribe.word + slot * w.scribe.each;
+    uint32_t word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+    if (threadIdx.x % 32 < kWords) asm volatile("st.shared.u32 [%0], 0;" ::"r"(at) : "memory");
+    w.scribe.held |= word;  // of a place that a record has left which nobody needs nothing comes again, or the same
   }
-  return word;
 }
+// To the ring, if it is of a step that is recorded. Whole sectors are written.
 template <class W>
-MK_DEVICE void write_marks(const W& w, uint32_t word) {
-  const uint32_t lane = threadIdx.x % 32;
-  if (lane <= kClockNsAt) asm volatile("st.global.u32 [%0], %1;" ::"l"(next_marks(w) + lane), "r"(word));
-  ++w.scribe.written;
+MK_DEVICE void write_held(const W& w) {
+  auto& t = w.scribe;
+  const uint32_t word = t.held, lane = threadIdx.x % 32;
+  t.held = 0;
+  if (__shfl_sync(0xffffffffu, word, kStep) == 0) return;
+  if (lane < sizeof(abi::TraceMarks) / 4) asm volatile("st.global.u32 [%0], %1;" ::"l"(t.next + lane * 4), "r"(word));
+  wrote(w);
 }
+// The roles have the record, but for `last`, which is the end of the queue. Beside its words go both clocks: those of the
+// processors run at rates that differ and change within a step.
 template <class W>
-MK_DEVICE void copy_marks(const W& w, uint32_t slot) {
-  const uint32_t word = take_marks(w, slot);
-  if (recorded(w)) write_marks(w, word);
+MK_DEVICE void filled(const W& w, uint32_t slot, uint32_t index, bool last) {
+  if constexpr (kOn) {
+    write_held(w);
+    auto& s = w.stamps();
+    s.word[slot][kStep] = last ? 0 : w.scribe.step;
+    read_both(s.more[slot][0], s.more[slot][1]);
+    s.more[slot][2] = index;
+  }
 }
 
 // What was not written when the last step ended.
@@ -175,94 +206,68 @@ template <class W>
 MK_DEVICE void write_end(const W& w) {
   auto& t = w.scribe;
   if (t.entry == 0) return;
-  reinterpret_cast<abi::TraceStep*>(t.entry)->end = t.end;
-  if (t.last < W::kPlaces) write_marks(w, t.held);
+  auto* entry = reinterpret_cast<abi::TraceStep*>(t.entry);
+  entry->end = t.end, entry->told = t.told, entry->told_ns = t.told_ns;
   t.entry = 0;
-}
-
-// The place is free, and control is about to put another record there; it has. The first records of a step find places
-// of which nothing is left to copy.
-template <class W>
-MK_DEVICE void free(const W& w, uint32_t slot) {
-  if constexpr (kOn) {
-    if (w.scribe.pending < W::kPlaces) return;
-    write_end(w);
-    copy_marks(w, slot);
-    --w.scribe.pending;
-  }
-}
-template <class W>
-MK_DEVICE void filled(const W& w) {
-  if constexpr (kOn) ++w.scribe.pending;
 }
 
 // The step at work; its end comes later.
 template <class W>
 MK_DEVICE void write_step(const W& w) {
-  if (!recorded(w)) return;
   auto& t = w.scribe;
+  write_end(w);
+  if (t.step == 0) return;
   uint32_t context = 0;
-  for (uint32_t r = 0; r < w.header->rows; ++r) {
-    if (w.header->row[r].position >= context) context = w.header->row[r].position + 1;
-  }
-  auto* entry = reinterpret_cast<abi::TraceStep*>(next_marks(w));
-  *entry = {t.began, t.ready, 0, dev::clock_ns(), abi::kNone, uint32_t(w.step), ticks(), w.header->rows, context};
-  t.entry = reinterpret_cast<uint64_t>(entry), t.end = 0;
-  ++t.written;
-}
-
-// All records of the step are with the roles, the next place is `slot`, and `await` waits for a place to be free. All but
-// the last record are copied while that runs.
-template <class W, class Await>
-MK_DEVICE void last_records(W& w, uint32_t slot, uint32_t parity, Await await) {
-  if constexpr (kOn) {
-    auto& t = w.scribe;
-    write_end(w);
-    write_step(w);
-    const auto place = [&] {
-      const uint32_t behind = slot + W::kPlaces - t.pending;
-      return behind < W::kPlaces ? behind : behind - W::kPlaces;
-    };
 #pragma unroll 1
-    for (; t.pending > 2; --t.pending) {
-      const uint32_t p = place();
-      await(w, p, p >= slot ? parity : parity ^ 1);
-      copy_marks(w, p);
-    }
-    t.last = t.pending == 2 ? place() : W::kPlaces;
-    t.pending = 0;  // the end of the queue has no marks
-  }
+  for (uint32_t r = 0; r < w.header->rows; ++r) context = max(context, w.header->row[r].position + 1);
+  *reinterpret_cast<abi::TraceStep*>(t.next) = {
+      t.began, t.ready, 0, w.header->rows, t.step, ticks(), abi::kNone, context, dev::clock_ns(), 0, 0};
+  t.entry = t.next, t.end = 0;
+  wrote(w);
 }
 
-// How much is in the ring.
+// All records of the step are with the roles.
+template <class W>
+MK_DEVICE void handed_on(const W& w) {
+  if constexpr (kOn) write_step(w);
+}
+
+// The launch ends, and nothing is at work: all that is left, and how much is in the ring.
 template <class W>
 MK_DEVICE void leave(const W& w) {
   if constexpr (kOn) {
     if (w.args.trace == 0) return;
     write_end(w);
-    reinterpret_cast<abi::TraceRing*>(marks_ring(w))->written = w.scribe.written;
+#pragma unroll 1
+    for (uint32_t slot = 0; slot < W::kPlaces; ++slot) {
+      write_held(w);
+      free(w, slot);
+    }
+    write_held(w);
+    ring(w)->written = w.scribe.written + (w.args.trace_capacity - w.scribe.left);
   }
 }
 
-// This worker ends before its time: what it is at has no end. By value, so that nothing needs an address before.
+// This worker ends before its time: what it is at has no end, and what it has not begun is not there. By value, so that
+// nothing needs an address before.
 template <class W>
-MK_OUT_OF_LINE void write_cut(uint64_t step, uint32_t running, Scribe t) {
+MK_OUT_OF_LINE void write_cut(uint64_t step, Scribe t) {
   W w;
   w.begin_step(step);
   w.scribe = t;
-  if (t.end != 0) write_end(w);
-  for (uint32_t slot = 0; slot < W::kPlaces && running; ++slot) {
+  if (t.ready > t.began && (t.entry == 0 || t.end != 0)) write_step(w);
+#pragma unroll 1
+  for (uint32_t slot = 0; slot < W::kPlaces; ++slot) {
+    uint32_t* words = w.stamps().word[slot];
     const uint32_t lane = threadIdx.x % 32;
-    const bool marked = lane < kWords && w.stamps().word[slot][lane] != 0;
-    if (__any_sync(0xffffffffu, marked) || w.index_in(slot) == w.consumed()) copy_marks(w, slot);
+    const bool marked = __any_sync(0xffffffffu, lane < kStep && words[lane] != 0);
+    if (!marked && w.index_in(slot) != w.consumed()) words[kStep] = 0;
   }
-  if (running && w.scribe.entry == 0) write_step(w);
-  w.scribe.last = W::kPlaces;
   leave(w);
 }
 template <class W>
 MK_DEVICE void cut(const W& w) {
-  if constexpr (kOn) write_cut<W>(w.step, w.scribe.ready > w.scribe.began, w.scribe);
+  if constexpr (kOn) write_cut<W>(w.step, w.scribe);
 }
 
 // Control begins to wait for a header; the header is there; all records of the step are done.
@@ -272,7 +277,7 @@ MK_DEVICE void await_step(const W& w) {
 }
 template <class W>
 MK_DEVICE void step(const W& w) {
-  if constexpr (kOn) w.scribe.ready = ticks();
+  if constexpr (kOn) w.scribe.ready = ticks(), w.scribe.step = recorded(w) ? uint32_t(w.step) : 0;
 }
 template <class W>
 MK_DEVICE void step_end(const W& w) {
@@ -281,9 +286,7 @@ MK_DEVICE void step_end(const W& w) {
 // And others have been told so.
 template <class W>
 MK_DEVICE void step_told(const W& w) {
-  if constexpr (kOn) {
-    if (w.scribe.last < W::kPlaces) w.scribe.held = take_marks(w, w.scribe.last);
-  }
+  if constexpr (kOn) read_both(w.scribe.told, w.scribe.told_ns);
 }
 
 // ------------------------------------------------------------------------------------------------ producer
@@ -294,30 +297,39 @@ MK_DEVICE void begin_passes(const W& w) {
     const uint64_t row = recorded(w) ? passes_row(w) : 0;
     if (row != 0) asm volatile("st.global.v2.u32 [%0], {%1, %1};" ::"l"(row), "r"(uint32_t(w.step)));
     __syncwarp();
-    w.stamps().passes = row != 0 ? row + sizeof(abi::TracePass) : 0;
+    w.stamps().passes = row != 0 ? row + w.args.workers * sizeof(abi::TracePass) : 0;
     __syncwarp();
   }
 }
 
-// A wait that is not over at once; of those for room in the ring, the moment that it came.
-template <bool kRoom, class W>
-MK_DEVICE void held_up(const W& w, uint32_t barrier, uint32_t parity) {
-  if constexpr (kOn && kRoom) {
-    while (!dev::barrier_try(barrier, parity)) {
-      if (w.stopped()) return;
-    }
-    w.stamps().room = now();
+// It begins with a record.
+template <class W>
+MK_DEVICE void begin_pass(const W& w) {
+  if constexpr (kOn) {
+    auto& t = w.scribe;
+    t.row = w.stamps().passes, t.room = 0, t.stride = w.args.workers * sizeof(abi::TracePass);
   }
+}
+
+// A wait that is not over at once. Of those for room in the ring a look that waits is here; true: it has come.
+template <bool kRoom, class W>
+MK_DEVICE bool held_up(const W& w, uint32_t barrier, uint32_t parity) {
+  if constexpr (kOn && kRoom) {
+    const bool there = dev::barrier_try(barrier, parity);
+    if (there) w.scribe.room = uint32_t(ticks());  // `now` would take the slower way of values that all lanes share
+    return there;
+  }
+  return false;
 }
 
 // It is done with a record of which it has copied something. All lanes write the same.
 template <class W>
 MK_DEVICE void passed(const W& w, bool any = true) {
   if constexpr (kOn) {
-    const auto& s = w.stamps();
-    if (s.passes == 0 || !any) return;
-    const uint64_t place = s.passes + w.record_index * uint64_t(sizeof(abi::TracePass));
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(s.room), "r"(now()));
+    const auto& t = w.scribe;
+    if (t.row == 0 || !any) return;
+    const uint64_t place = t.row + w.record_index * uint64_t(t.stride);
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(t.room), "r"(now()));
   }
 }
 
@@ -354,30 +366,12 @@ MK_DEVICE void data_now(const W& w) {
   if constexpr (kOn) mark(w, kData);
 }
 
-// Around one wait for a counter.
+// Around one wait for a counter. Of all who wait for one the longest counts.
 template <class W>
 MK_DEVICE void waited(const W& w, uint32_t began, uint32_t counter) {
   if constexpr (kOn) {
-    // In one piece: nothing of it is done for a record that waits for no counter. Lanes that do not speak write nothing.
-    asm volatile(
-        "{\n"
-        ".reg .pred mine, longer;\n"
-        ".reg .u32 took, longest, who;\n"
-        "mov.u32 who, %%tid.x;\n"
-        "setp.eq.u32 mine, who, 0;\n"
-        "setp.eq.or.u32 mine, who, %3, mine;\n"
-        "mov.u32 took, %%clock;\n"
-        "sub.u32 took, took, %1;\n"
-        "shr.u32 took, took, %4;\n"
-        "min.u32 took, took, 0xffff;\n"
-        "ld.shared.u32 longest, [%0 + %5];\n"
-        "shr.u32 longest, longest, 16;\n"
-        "setp.gt.and.u32 longer, took, longest, mine;\n"
-        "min.u32 who, %2, 0xffff;\n"
-        "shl.b32 took, took, 16;\n"
-        "or.b32 took, took, who;\n"
-        "@longer st.shared.u32 [%0 + %5], took;\n"
-        "}\n" ::"r"(place(w, kReady)), "r"(began), "r"(counter), "n"(W::kSpeaker), "n"(kWaitShift), "n"(kWait * 4));
+    const uint32_t took = min((now() - began) >> kWaitShift, 0xffffu), who = min(counter, 0xffffu);
+    asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(place(w, kWait)), "r"(took << 16 | who) : "memory");
   }
 }
 
@@ -387,10 +381,14 @@ MK_DEVICE void end(const W& w, abi::Role) {
   if constexpr (kOn) mark(w, kOut);
 }
 
-// The consumers are done with the record.
-template <class W>
-MK_DEVICE void published(const W& w, abi::Role) {
-  if constexpr (kOn) mark(w, kDone);
+// A warp is done with the record in a place; that the consumers are is what counts.
+template <class B>
+MK_DEVICE void done(const B& block, uint32_t slot, abi::Role role) {
+  if constexpr (kOn) {
+    if (role == abi::Role::kConsumer) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(dev::shared_address(&block.stamps.word[slot][kDone])), "r"(now()));
+    }
+  }
 }
 
 }  // namespace megakernel::trace

@@ -118,6 +118,7 @@ MK_OUT_OF_LINE void done_record() {
   dev::RoleState& s = dev::own_state();
   const uint32_t slot = s.record_slot, parity = s.record_parity;
   const bool wraps = slot + 1 == dev::kRecords;
+  trace::done(block(), slot, dev::role_of_warp());
   dev::warp_meets();
   dev::barrier_arrive_warp(&block().record_empty[slot]);
   s.record = nullptr;
@@ -140,7 +141,6 @@ MK_DEVICE void consume_records() {
         dev::Core<T>::consume();
       }
     }, Tasks{});
-    trace::published(dev::Loaded(), abi::Role::kConsumer);
     done_record();
   }
 }
@@ -364,12 +364,6 @@ MK_DEVICE bool fetch_header(Worker& w) {
   return w.header->exit == uint32_t(abi::ExitReason::kRunning);
 }
 
-// All have read what is in a place for records; for who wants what they left there.
-MK_DEVICE void await_place(Worker& w, uint32_t slot, uint32_t parity) {
-  auto& b = block();
-  watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.record_empty[slot]), parity); }, abi::FaultKind::kRingBudget);
-}
-
 template <class Tasks>
 MK_DEVICE bool idles(Worker& w, const abi::Record& record) {
   bool out = false;
@@ -415,13 +409,13 @@ MK_DEVICE void run_control(bool one_step) {
         continue;
       }
       dev::barrier_arrive_warp(&b.record_full[slot]);
-      trace::filled(w);
+      trace::filled(w, slot, index, last);
       if (++slot == dev::kRecords) {
         slot = 0;
         parity ^= 1;
       }
     }
-    trace::last_records(w, slot, parity, await_place);
+    trace::handed_on(w);
     watch(w, [&] { return dev::barrier_try(dev::shared_address(&b.step_done), done_parity); }, abi::FaultKind::kRingBudget);
     done_parity ^= 1;
     trace::step_end(w);

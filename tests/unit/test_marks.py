@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megakernel.columns import pack, unpack
+from megakernel.device.device import Buffer
 from megakernel.marks import events_of_marks
-from megakernel.tasks.record import NONE, OPCODE_END, RECORD, TRACE_MARKS, TRACE_PASS, TRACE_STEP, WAIT_TICKS, Role
+from megakernel.recording import Recorder
+from megakernel.tasks.record import NONE, OPCODE_END, RECORD, TRACE_MARKS, TRACE_PASS, TRACE_RING, TRACE_STEP, WAIT_TICKS, Role
+from tests.fake_device import FakeDevice, fake_program
 
 EPOCH = 1_764_470_000_000_000_000  # the shared clock's: a double does not hold it to the nanosecond
 STEP_NS = 600_000
@@ -49,37 +53,31 @@ def rings(ticks: Callable[[float], int], steps: int, cut: bool = False) -> tuple
     for step in range(1, steps + 1):
         begin, last = step * STEP_NS, cut and step == steps
         passes[step % (steps + 1), 0] = step, step
-        for i in range(11 if last else RECORDS + 1):
+        for i in range(11 if last else RECORDS):
             row, at, even = np.zeros((), TRACE_MARKS.dtype), begin + (i + 1) * EVERY, i % 2 == 0
             moments = {"ready": 2000, "data": 2500 if i % 3 == 0 else None, "done": 6000}
             moments |= {"seen": 1500, "sums": 5900, "out": 5950 if i == 8 else 6400} if even else {"out": 5500}
             if i == 5:
                 moments = {"done": 100}
-            if i == RECORDS:
-                moments = {}  # the end of the queue
             if last and i == 10:
                 moments = {"seen": 1500, "ready": 2000}
             for name, after in moments.items():
                 row[name] = 0 if after is None else low(at + after)
             row["wait"] = (3000 // WAIT_TICKS) << 16 | 7 if i == 3 else 0
             row["record"], row["step"] = i, step
-            read = at + (5 * EVERY if i < RECORDS - 4 else EVERY)  # the last ones when the step ends
+            read = at - 3 * EVERY  # control is ahead
             row["clock"], row["clock_ns"] = low(read), shared(read) & 0xFFFFFFFF
             marks.append(row)
-            if even and i < RECORDS:
+            if even:
                 room = low(at - 5000) if i % 4 == 0 else room
                 passes[step % (steps + 1), 1 + i] = room, low(at - 3000)
         end, written = begin + STEP_NS - 500, begin + RECORDS * EVERY
-        fields = (
-            ticks(begin),
-            ticks(begin + 300),
-            0 if last else ticks(end),
-            shared(written),
-            NONE,
-            step,
-            ticks(written),
-        )
-        whole = np.array((*fields, 1, 40 + step), TRACE_STEP.dtype)
+        whole = np.zeros((), TRACE_STEP.dtype)
+        whole["start"], whole["ready"], whole["end"] = ticks(begin), ticks(begin + 300), 0 if last else ticks(end)
+        whole["clock"], whole["clock_ns"] = ticks(written), shared(written)
+        if not last:
+            whole["told"], whole["told_ns"] = low(end + 40), shared(end + 40) & 0xFFFFFFFF
+        whole["rows"], whole["step"], whole["record"], whole["context"] = 1, step, NONE, 40 + step
         marks.append(whole)
     passes[0, 0], passes[0, 1] = (steps + 1, steps + 1), (low(begin), low(begin + 9))  # of a step that no worker begins
     whole_marks = np.frombuffer(b"".join(m.tobytes() for m in marks), TRACE_MARKS.dtype)
@@ -154,13 +152,50 @@ def test_a_step_whose_row_a_later_one_has_is_lost_whole() -> None:
     marks, passes = rings(steady, 3)
     passes[1, 0] = 5, 5  # of four rows
     events, _, lost = events_of_marks(0, queue(), marks, passes)
-    assert set(events["step"].tolist()) == {2, 3} and lost == RECORDS + 2
+    assert set(events["step"].tolist()) == {2, 3} and lost == RECORDS + 1
 
 
 def test_what_an_older_step_left_in_a_row_is_of_no_step() -> None:
     marks, passes = rings(steady, 3)
     passes[2, 1 + 7] = 0, steady(STEP_NS // 2) & 0xFFFFFFFF  # record 7 streams nothing in step 2
     assert (events_of_marks(0, queue(), marks, passes)[0] == events_of_marks(0, queue(), *rings(steady, 3))[0]).all()
+
+
+def test_rings_of_all_workers_side_by_side() -> None:
+    """Where the kernel puts an entry (marks_at, passes_row of cuda_trace.cuh). The second worker's ring has turned."""
+    workers, steps, before = 2, 3, 100
+    manifest = replace(
+        fake_program().manifest, backend="cuda", trace=True, workers=workers, queue_length=RECORDS + 3,
+    )  # fmt: skip
+    memory: dict[str, np.ndarray] = {}
+
+    class Memory(FakeDevice):
+        def download(self, buffer: Buffer, offset: int, size: int) -> np.ndarray:
+            return memory["all"][offset : offset + size]
+
+    recorder = Recorder(manifest, np.stack([queue()] * workers), Memory(), 1, steps)
+    capacity, raw = recorder.capacity, np.zeros(recorder.buffer.bytes, np.uint8)
+    row = RECORDS + 4
+    marks_at = workers * TRACE_RING.size
+    passes_at = marks_at + workers * capacity * TRACE_MARKS.size
+    marks, passes = rings(steady, steps)
+    for worker in range(workers):
+        written = len(marks) + before * worker * capacity
+        raw[worker * TRACE_RING.size :][: TRACE_RING.size].view(TRACE_RING.dtype)["written"] = written
+        for i, entry in enumerate(marks):
+            at = marks_at + (i * workers + worker) * TRACE_MARKS.size
+            raw[at : at + TRACE_MARKS.size] = np.frombuffer(entry.tobytes(), np.uint8)
+        for step in range(1, steps + 1):
+            for record in range(row):
+                at = passes_at + ((step % (capacity // row) * row + record) * workers + worker) * TRACE_PASS.size
+                raw[at : at + TRACE_PASS.size] = np.frombuffer(passes[step, record].tobytes(), np.uint8)
+    memory["all"] = raw
+    recording = recorder.read()
+    expected = events_of_marks(0, queue(), marks, passes)[0]
+    assert len(expected) > 300 and recording.lost == (0, len(marks) + (before - 1) * capacity)
+    for worker in range(workers):
+        mine = recording.events[recording.events["worker"] == worker]
+        assert (mine["published"] == expected["published"]).all() and (mine["record"] == expected["record"]).all()
 
 
 @pytest.mark.parametrize(
