@@ -6,12 +6,21 @@ namespace megakernel::dev {
 
 // The chunks of a warp in every unit.
 struct Share {
+  static constexpr bool kEven = false;
   uint32_t first, count;
   MK_DEVICE Share(uint32_t warp, uint32_t k_unit) {
     const uint32_t chunks = k_unit / 32;
     first = warp * chunks / kConsumers;
     count = (warp + 1) * chunks / kConsumers - first;
   }
+};
+
+// The same of units of 1,024 columns.
+struct EvenShare {
+  static constexpr bool kEven = true;
+  static constexpr uint32_t count = kMaxChunks;
+  uint32_t first;
+  MK_DEVICE EvenShare(uint32_t warp, uint32_t) : first(warp * kMaxChunks) {}
 };
 
 // The A operand of a warp's chunks of a unit: rows 0 to 7, and 8 to 15 where there may be so many.
@@ -221,7 +230,8 @@ struct OneRow {
   MK_DEVICE OneRow(const Worker&, uint32_t) {}
   MK_DEVICE void restart() {}
 
-  MK_DEVICE void begin(Consumer& c, const MatrixFields& f, const Share&, MatrixFlags flags) {
+  template <class S>
+  MK_DEVICE void begin(Consumer& c, const MatrixFields& f, const S&, MatrixFlags flags) {
     const RowStash all(f);
     c.take_input();
     trace::ready_now(c.w, abi::Role::kConsumer);
@@ -232,16 +242,18 @@ struct OneRow {
   MK_DEVICE void end(Consumer& c) { c.free_input(); }
   MK_DEVICE void leave(Consumer&, const MatrixFields&) {}
 
-  MK_DEVICE void fragments(const Share& share, uint32_t unit, Fragments<false>& a) const {
+  template <class S>
+  MK_DEVICE void fragments(const S& share, uint32_t unit, Fragments<false>& a) const {
     const uint8_t* at = stash + unit * share.count * 64;
 #pragma unroll
     for (uint32_t i = 0; i < kMaxChunks; ++i) {
-      a.low[i] = Quad{0, 0, 0, 0};
+      if constexpr (!S::kEven) a.low[i] = Quad{0, 0, 0, 0};
       if (i < share.count) a.low[i] = *reinterpret_cast<const Quad*>(at + i * 64);
     }
   }
+  template <class S>
   MK_DEVICE void fragments(
-      Worker&, const MatrixFields&, const Share& share, MatrixFlags, uint32_t unit, Fragments<false>& a) const {
+      Worker&, const MatrixFields&, const S& share, MatrixFlags, uint32_t unit, Fragments<false>& a) const {
     fragments(share, unit, a);
   }
 

@@ -193,19 +193,22 @@ struct HandOver {
 };
 
 // This warp's weights of a unit, by chunk.
+template <class S>
 struct ChunkPlaces {
-  uint32_t offset[kMaxChunks];
+  uint32_t offset[S::kEven ? 1 : kMaxChunks];
 
-  MK_DEVICE ChunkPlaces(const Worker& w, const Share& share) {
+  MK_DEVICE ChunkPlaces(const Worker& w, const S& share) {
 #pragma unroll
-    for (uint32_t i = 0; i < kMaxChunks; ++i) {
+    for (uint32_t i = 0; i < sizeof offset / sizeof *offset; ++i) {
       offset[i] = (share.first + (i < share.count ? i : 0)) * 512 + w.warp_lane() * 16;
     }
   }
   MK_DEVICE void load(uint32_t slot, Quad (&b)[kMaxChunks]) const {
     const uint8_t* stage = block().ring[slot];
 #pragma unroll
-    for (uint32_t i = 0; i < kMaxChunks; ++i) b[i] = *reinterpret_cast<const Quad*>(stage + offset[i]);
+    for (uint32_t i = 0; i < kMaxChunks; ++i) {
+      b[i] = *reinterpret_cast<const Quad*>(stage + (S::kEven ? offset[0] + i * 512 : offset[S::kEven ? 0 : i]));
+    }
   }
 };
 
@@ -234,8 +237,9 @@ MK_DEVICE void multiply_two(Chains& d, Chains& e, const Fragments<kHigh>& x, con
 
 // Tiles kFirst and kFirst + 1 of a block, or the first alone; their stages are free again as soon as they are in registers.
 // What is read and multiplied for a tile that is not there goes nowhere.
-template <bool kHalf, uint32_t kFirst, bool kHigh>
-MK_DEVICE void take_pair(Consumer& c, Chains (&d)[kBlockTiles], const Fragments<kHigh>& x, const ChunkPlaces& places, bool two) {
+template <bool kHalf, uint32_t kFirst, bool kHigh, class S>
+MK_DEVICE void take_pair(
+    Consumer& c, Chains (&d)[kBlockTiles], const Fragments<kHigh>& x, const ChunkPlaces<S>& places, bool two) {
   Quad b[2][kMaxChunks];
   const Ring first = c.ring;
   c.await();
@@ -260,8 +264,8 @@ MK_DEVICE void multiply_one(Chains& d, const Fragments<kHigh>& x, const Weights&
 #pragma unroll
   for (uint32_t i = 0; i < kMaxChunks; ++i) multiply_chunk<kHalf>(d, x, i, b[i]);
 }
-template <bool kHalf, bool kHigh>
-MK_DEVICE void take_one(Consumer& c, Chains& d, const Fragments<kHigh>& x, const ChunkPlaces& places) {
+template <bool kHalf, bool kHigh, class S>
+MK_DEVICE void take_one(Consumer& c, Chains& d, const Fragments<kHigh>& x, const ChunkPlaces<S>& places) {
   Weights b;
   c.await();
   places.load(c.ring.slot, b);
@@ -278,13 +282,14 @@ struct Held {
   MK_DEVICE static uint32_t units(uint32_t tiles, uint32_t unit_count) {
     return tasks::least(unit_count, tiles == 1 ? 3 : tiles == 2 ? 2 : 1);
   }
-  MK_DEVICE void take(Consumer& c, const ChunkPlaces& places, uint32_t stages) {
+  template <class S>
+  MK_DEVICE void take(Consumer& c, const ChunkPlaces<S>& places, uint32_t stages) {
     take(c, places, b0, true);
     take(c, places, b1, stages > 1);
     take(c, places, b2, stages > 2);
   }
-  template <bool kHalf, class Input>
-  MK_DEVICE void multiply(Consumer& c, const ChunkPlaces& places, Input& input, const Share& share, uint32_t tiles,
+  template <bool kHalf, class Input, class S>
+  MK_DEVICE void multiply(Consumer& c, const ChunkPlaces<S>& places, Input& input, const S& share, uint32_t tiles,
                           uint32_t units, Chains (&d)[kBlockTiles]) {
     Fragments<false> x;
     input.fragments(share, 0, x);
@@ -314,7 +319,8 @@ struct Held {
 
  private:
   // What is read of a stage that is not there is not used.
-  MK_DEVICE static void take(Consumer& c, const ChunkPlaces& places, Weights& b, bool there) {
+  template <class S>
+  MK_DEVICE static void take(Consumer& c, const ChunkPlaces<S>& places, Weights& b, bool there) {
     if (there) c.await();
     if (may_read(there)) places.load(c.ring.slot, b);
     if (there) c.give_back();
@@ -322,15 +328,15 @@ struct Held {
 };
 
 // The loop over a unit of 4 tiles is all that a warp runs for most of a step: it must be short.
-template <bool kHalf, template <bool> class Input>
+template <bool kHalf, template <bool> class Input, class S>
 MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
   constexpr bool kHigh = Input<kHalf>::kHigh;
   Worker& w = c.w;
   const abi::Record& record = *w.record;
   const MatrixFields& f = matrix_fields(w);
   const uint32_t rows = matrix_rows(w, flags.sampled()), units = f.units;
-  const Share share(w.warp(), f.k_unit);
-  const ChunkPlaces places(w, share);
+  const S share(w.warp(), f.k_unit);
+  const ChunkPlaces<S> places(w, share);
   Input<kHalf> input(w, rows);
   HandOver out;
   out.begin(c);
@@ -373,19 +379,23 @@ MK_DEVICE void consume_blocks(Consumer& c, MatrixFlags flags) {
 }
 
 // kEnd: of the ring, where it is known: one register less, or the way back would be in local memory.
-template <bool kHalf, template <bool> class Input, uint32_t kEnd = 0>
+template <bool kHalf, template <bool> class Input, class S, uint32_t kEnd = 0>
 MK_DEVICE void consume_as(MatrixFlags flags) {
   Consumer c;
   c.load();
   if constexpr (kEnd > 0) c.ring.end = kEnd;
-  consume_blocks<kHalf, Input>(c, flags);
+  consume_blocks<kHalf, Input, S>(c, flags);
   c.save_own();
 }
 
 // One row in a step is what must be fast.
-template <bool kHalf>
+template <bool kHalf, bool kEven>
 __device__ __noinline__ void consume_row(MatrixFlags flags) {
-  consume_as<kHalf, OneRow, kStages>(flags);
+  if constexpr (kEven) {
+    consume_as<kHalf, OneRow, EvenShare, kStages>(flags);
+  } else {
+    consume_as<kHalf, OneRow, Share, kStages>(flags);
+  }
 }
 }  // namespace megakernel::dev
 
@@ -394,7 +404,7 @@ using namespace dev;
 
 template <bool kHalf>
 __device__ __noinline__ void consume_few(MatrixFlags flags) {
-  consume_as<kHalf, FewRows, kRowStages>(flags);
+  consume_as<kHalf, FewRows, Share, kRowStages>(flags);
 }
 // More than 8 rows: there are no registers for two tiles at a time.
 template <bool kHalf, uint32_t kFlags>
@@ -440,7 +450,7 @@ __device__ __noinline__ void consume_tile() {
 
 template <bool kHalf>
 __device__ __noinline__ void consume_rows(MatrixFlags flags) {
-  consume_as<kHalf, ManyRows>(flags);
+  consume_as<kHalf, ManyRows, Share>(flags);
 }
 
 }  // namespace megakernel::several
@@ -483,7 +493,7 @@ struct Core<tasks::Matmul<kConfig>> {
   MK_DEVICE static void load() { load_row<kHalf, kConfig.norm, kRounds, kConfig.even>(kFlags.sampled()); }
   MK_DEVICE static void consume() {
     if (in_scratch()) {
-      consume_row<kHalf>(kFlags);
+      consume_row<kHalf, kConfig.even>(kFlags);
     } else if (rows() > 0) {
       several::consume_rows<kHalf>(kFlags);
     }
