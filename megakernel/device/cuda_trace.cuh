@@ -316,7 +316,8 @@ template <bool kRoom, class W>
 MK_DEVICE bool held_up(const W& w, uint32_t barrier, uint32_t parity) {
   if constexpr (kOn && kRoom) {
     const bool there = dev::barrier_try(barrier, parity);
-    if (there) w.scribe.room = uint32_t(ticks());  // `now` would take the slower way of values that all lanes share
+    // Also when it has not: the next look may find it. `now` would take the slower way of values that all lanes share.
+    w.scribe.room = uint32_t(ticks());
     return there;
   }
   return false;

@@ -12,7 +12,17 @@ from megakernel.columns import pack, unpack
 from megakernel.device.device import Buffer
 from megakernel.marks import events_of_marks
 from megakernel.recording import Recorder
-from megakernel.tasks.record import NONE, OPCODE_END, RECORD, TRACE_MARKS, TRACE_PASS, TRACE_RING, TRACE_STEP, WAIT_TICKS, Role
+from megakernel.tasks.record import (
+    NONE,
+    OPCODE_END,
+    RECORD,
+    TRACE_MARKS,
+    TRACE_PASS,
+    TRACE_RING,
+    TRACE_STEP,
+    WAIT_TICKS,
+    Role,
+)
 from tests.fake_device import FakeDevice, fake_program
 
 EPOCH = 1_764_470_000_000_000_000  # the shared clock's: a double does not hold it to the nanosecond
