@@ -363,10 +363,19 @@ template <bool kHalf>
 __device__ __noinline__ void consume_row(MatrixFlags flags) {
   consume_as<kHalf, OneRow>(flags);
 }
+
+}  // namespace megakernel::dev
+
+namespace megakernel::seldom {
+
 template <bool kHalf>
-__device__ __noinline__ void consume_rows(MatrixFlags flags) {
-  consume_as<kHalf, ManyRows>(flags);
+__device__ __noinline__ void consume_rows(dev::MatrixFlags flags) {
+  dev::consume_as<kHalf, dev::ManyRows>(flags);
 }
+
+}  // namespace megakernel::seldom
+
+namespace megakernel::dev {
 
 }  // namespace megakernel::dev
 
@@ -421,7 +430,7 @@ struct Core<tasks::Matmul<kConfig>> {
     if (RowStash(f).fits(f, rows, Sums::room(header))) {
       consume_row<kHalf>(kFlags);
     } else if (rows > 0) {
-      consume_rows<kHalf>(kFlags);
+      seldom::consume_rows<kHalf>(kFlags);
     }
   }
   MK_DEVICE static void store() {
