@@ -172,14 +172,22 @@ MK_DEVICE void signal_counter(Worker& w, const abi::Record& record) {
   if (record.signal != abi::kNone) w.signal(counter_of(w, record.signal), record.signal);
 }
 
+}  // namespace megakernel::dev
+
+namespace megakernel::seldom {
+
 // The task that makes headers begins a launch; on the first worker, by the group of consumers.
 template <class T>
 __device__ __noinline__ void begin_launch() {
-  Worker w;
+  dev::Worker w;
   w.load();
   T::begin(w);
   w.save();
 }
+
+}  // namespace megakernel::seldom
+
+namespace megakernel::dev {
 
 // The loaders' part of a task whose consumers fetch their input themselves: they lend them the scratch.
 __device__ __noinline__ void lend_scratch() {

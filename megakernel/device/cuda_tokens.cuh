@@ -12,8 +12,15 @@ MK_DEVICE bool wants_largest_only(const Worker& w, uint32_t sampled) {
          o.biased == 0;
 }
 
+}  // namespace megakernel::dev
+
+// Functions lie in memory in the order of their names. What runs once a step is in a namespace that comes after those of what
+// runs in every layer, which so lies together.
+namespace megakernel::seldom {
+using namespace dev;
+
 template <tasks::SampleConfig kConfig>
-struct Core<tasks::Sample<kConfig>> {
+struct SampleCore {
   using Task = tasks::Sample<kConfig>;
   static constexpr bool kProduces = false, kStores = false, kLoads = true, kNeedsHeader = false;
 
@@ -50,7 +57,7 @@ struct Core<tasks::Sample<kConfig>> {
 };
 
 template <tasks::AdvanceConfig kConfig>
-struct Core<tasks::Advance<kConfig>> {
+struct AdvanceCore {
   using Task = tasks::Advance<kConfig>;
   using Fields = abi::AdvanceFields;
   static constexpr bool kProduces = false, kStores = false, kLoads = true, kNeedsHeader = false;
@@ -132,5 +139,14 @@ struct Core<tasks::Advance<kConfig>> {
     out.top_count = 0;
   }
 };
+
+}  // namespace megakernel::seldom
+
+namespace megakernel::dev {
+
+template <tasks::SampleConfig kConfig>
+struct Core<tasks::Sample<kConfig>> : seldom::SampleCore<kConfig> {};
+template <tasks::AdvanceConfig kConfig>
+struct Core<tasks::Advance<kConfig>> : seldom::AdvanceCore<kConfig> {};
 
 }  // namespace megakernel::dev

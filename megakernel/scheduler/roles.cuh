@@ -48,7 +48,7 @@ constexpr bool makes_headers(TaskList<T...>) {
 template <class T, class... Rest>
 MK_DEVICE void begin_launch(TaskList<T, Rest...>) {
   if constexpr (Beginning<T>) {
-    dev::begin_launch<T>();
+    seldom::begin_launch<T>();
   } else if constexpr (sizeof...(Rest) > 0) {
     begin_launch(TaskList<Rest...>{});
   }
