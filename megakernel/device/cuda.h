@@ -276,7 +276,7 @@ MK_DEVICE void drain_copies() {
   if (atomicCAS(&block().stop, 0u, 1u) == 0) {
     block().words = {kind, threadIdx.x / 32, counter, uint32_t(target), value, target};
   }
-  asm volatile("exit;");
+  end_thread();
   __builtin_unreachable();
 }
 
@@ -468,7 +468,7 @@ struct Worker {
       if (trace::held_up<kRoom>(*this, address, parity)) return;
       if (*static_cast<volatile uint32_t*>(&block().stop) == 0) continue;
       drain_copies();
-      asm volatile("exit;");
+      end_thread();
     }
   }
 

@@ -232,7 +232,7 @@ struct Core {
     trace::ready_now(c.w, abi::Role::kConsumer);
     T::execute(c.w, record, fields_of<T>(record));
     c.w.sync();
-    if (block().failed) asm volatile("exit;");  // nothing after it may go on
+    if (block().failed) end_thread();  // nothing after it may go on
     trace::end(c.w, abi::Role::kConsumer);
     if (c.w.lane() == 0) signal_counter(c.w, record);
     c.free_input();

@@ -374,14 +374,32 @@ struct RoomLoader {
     high = from.octet(sampled && row + 8 < n ? picked[row + 8] : row + 8, column);
   }
 
-  // Stages that stay are brought a quarter by each warp, all at once. Where they pass through, each warp has a place of the
-  // room and fills it again and again: what the consumers give back is asked for at once.
+  // Stages that stay are brought a quarter by each warp, all at once.
   MK_DEVICE void run(uint32_t stages) {
-    if (stages > kRoomStages) return pass(stages);
 #pragma unroll 1
     for (uint32_t stage = 0; stage < stages; ++stage) begin(stage);
 #pragma unroll 1
     for (uint32_t stage = 0; stage < stages; ++stage) await(stage, stages - 1 - stage);
+    __syncwarp();
+    own_room().parity = uint16_t(parity);
+  }
+
+  // Where they pass through, each warp has a place of the room and fills it again and again: what the consumers give back
+  // is asked for at once.
+  MK_DEVICE void pass(uint32_t stages) {
+    const uint32_t own = Loader::index();
+#pragma unroll 1
+    for (uint32_t stage = own; own < kRoomStages && stage < stages; stage += kRoomStages) {
+      l.w.wait_barrier(&block().room_empty[own], (parity >> own & 1) ^ 1);
+      parity ^= 1u << own;
+      fill(stage, stage + kRoomStages >= stages);
+      // What passes through is hardly waited for any more: weights need not be held back.
+      if (own == 0) store_volatile(&block().asking, 0);
+    }
+#pragma unroll
+    for (uint32_t slot = 0; slot < kRoomStages; ++slot) {
+      if (slot != own) parity ^= ((stages - slot + kRoomStages - 1) / kRoomStages & 1) << slot;
+    }
     __syncwarp();
     own_room().parity = uint16_t(parity);
   }
@@ -411,26 +429,8 @@ struct RoomLoader {
     return block().ring[kRowStages + stage % kRoomStages] + first * 512 + l.w.warp_lane() * 16;
   }
 
-  MK_DEVICE void pass(uint32_t stages) {
-    const uint32_t own = Loader::index();
-#pragma unroll 1
-    for (uint32_t stage = own; own < kRoomStages && stage < stages; stage += kRoomStages) {
-      l.w.wait_barrier(&block().room_empty[own], (parity >> own & 1) ^ 1);
-      parity ^= 1u << own;
-      fill(stage);
-      // What passes through is hardly waited for any more: weights need not be held back.
-      if (own == 0) store_volatile(&block().asking, 0);
-    }
-#pragma unroll
-    for (uint32_t slot = 0; slot < kRoomStages; ++slot) {
-      if (slot != own) parity ^= ((stages - slot + kRoomStages - 1) / kRoomStages & 1) << slot;
-    }
-    __syncwarp();
-    own_room().parity = uint16_t(parity);
-  }
-
-  // A whole stage.
-  MK_DEVICE void fill(uint32_t stage) {
+  // A whole stage. last: of this warp's place, which is part of the ring again then.
+  MK_DEVICE void fill(uint32_t stage, bool last) {
     const uint8_t* p = source(stage) - first * 512;
     uint8_t* to = place(stage) - first * 512;
     const bool there = half_of(stage) * 8 + l.w.warp_lane() / 4 < rows;
@@ -452,6 +452,7 @@ struct RoomLoader {
       return false;
     }, abi::FaultKind::kValueBudget, stage);
     trace::ready_now(l.w, abi::Role::kLoader);
+    if (last) fence_shared_for_copies();
     __syncwarp();
 #pragma unroll
     for (uint32_t i = 0; i < kLoaders; ++i) barrier_arrive_warp(&block().room_full[stage % kRoomStages]);
@@ -566,6 +567,13 @@ __device__ __noinline__ void pack_input(MatrixFlags flags) {
   l.save();
 }
 
+// `stages`: that pass through from here on.
+MK_DEVICE void end_input(Loader& l, RoomLoader& loader, uint32_t stages) {
+  if (stages == 0) fence_shared_for_copies();  // before the room is part of the ring again
+  l.end();
+  if (stages > 0) loader.pass(stages);
+}
+
 template <bool kGiven>
 __device__ __noinline__ void bring_rows(MatrixFlags flags) {
   Loader l;
@@ -575,24 +583,26 @@ __device__ __noinline__ void bring_rows(MatrixFlags flags) {
   const Room room(f, rows);
   const uint32_t passes = room.stays ? 1 : (l.w.record->tile_count + kBlockTiles - 1) / kBlockTiles;
   const uint32_t stages = passes * f.units * room.halves;
+  // That the squares are there is said before an input passes through: the consumers want them for the first block of tiles,
+  // and what passes for the second waits for the consumers.
   if constexpr (kGiven) {
     const GivenRows given(l.w, f.input, f.k);
     wait_counters(l.w, *l.w.record);
     l.begin();
     RoomLoader loader(l, f, given, rows, flags.sampled());
     loader.probe(given, flags.sampled());
-    loader.run(stages);
+    if (room.stays) loader.run(stages);
     if (flags.norm()) add_given_squares(l.w, f, given, rows, flags.sampled());
+    end_input(l, loader, room.stays ? 0 : stages);
   } else {
     const PackedRows packed(l.w, f, flags.sampled());
     l.begin();
     RoomLoader loader(l, f, packed, rows, false);
     loader.probe(packed, false);
-    loader.run(stages);
+    if (room.stays) loader.run(stages);
     if (flags.norm()) bring_squares(l.w, packed, rows);
+    end_input(l, loader, room.stays ? 0 : stages);
   }
-  fence_shared_for_copies();  // before the stages are part of the ring again
-  l.end();
   l.save();
 }
 

@@ -45,7 +45,7 @@ struct SampleCore {
       one.tile_count = 1;
       Task::execute(w, one, fields_of<Task>(record));
       w.sync();
-      if (block().failed) asm volatile("exit;");
+      if (block().failed) end_thread();
     }
     if (record.signal != abi::kNone) {
       w.sync();
@@ -88,7 +88,7 @@ struct AdvanceCore {
     trace::ready_now(w, abi::Role::kConsumer);
     if (w.lane() == 0) block().posted = posted;
     w.sync();
-    if (block().failed) asm volatile("exit;");
+    if (block().failed) end_thread();
     Task::execute(w, record, f);
     w.sync();
     c.free_input();

@@ -1,0 +1,209 @@
+// A CUDA kernel on the host: included before one that was made for a CUDA target, with include/ in front of the kernel's own
+// headers, where cuda_ptx.h is written a second time in C++.
+//
+// A block is one thread of the host; its threads are fibers that take turns where they wait or meet. Copies land at once and
+// caches are not imitated, so this proves indices, barriers and arithmetic, not fences.
+#pragma once
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <ucontext.h>
+#include <initializer_list>
+
+namespace emulator {
+
+constexpr uint32_t kWarp = 32, kLanes = 15 * kWarp, kStackBytes = 128 * 1024;
+
+struct Meeting {  // where `members` lanes wait for each other
+  uint32_t members, arrived = 0;
+  uint64_t turn = 0;
+};
+
+struct Group {
+  ucontext_t main, lane[kLanes];  // how a lane begins
+  jmp_buf at[kLanes];             // where it went away: no system call to come back
+  void* stacks;
+  bool begun[kLanes], ended[kLanes];
+  const Meeting* waits[kLanes];  // where a lane waits, and the turn that it waits to see the end of
+  uint64_t turn[kLanes];
+  uint32_t current = 0, index = 0, alive = kLanes, stride = 1;  // odd: lanes take turns in an order of each group's own
+  Meeting all{kLanes}, warp[kLanes / kWarp];
+  uint64_t word[kLanes];
+  uint32_t a[kLanes][4], b[kLanes][2];
+};
+
+inline thread_local Group* group;
+
+inline bool ready(const Group& g, uint32_t lane) {
+  return !g.ended[lane] && (!g.waits[lane] || g.waits[lane]->turn != g.turn[lane]);
+}
+
+[[noreturn]] inline void go_on(Group& g, uint32_t to) {
+  g.current = to;
+  if (g.begun[to]) _longjmp(g.at[to], 1);
+  g.begun[to] = true;
+  setcontext(&g.lane[to]);
+  abort();
+}
+
+inline void give_way() {
+  Group& g = *group;
+  const uint32_t from = g.current;
+  uint32_t to = from;
+  do {
+    to = (to + g.stride) % kLanes;
+    if (to == 0) sched_yield();
+  } while (!ready(g, to) && to != from);
+  if (to == from) return;
+  if (_setjmp(g.at[from]) == 0) go_on(g, to);
+}
+
+inline void pass(Meeting& m) {
+  m.arrived = 0;
+  ++m.turn;
+}
+
+inline void meet(Meeting& m) {
+  const uint32_t own = group->current;
+  const uint64_t turn = m.turn;
+  if (++m.arrived == m.members) return pass(m);
+  group->waits[own] = &m;
+  group->turn[own] = turn;
+  while (m.turn == turn) give_way();
+  group->waits[own] = nullptr;
+}
+
+inline Meeting& own_warp() { return group->warp[group->current / kWarp]; }
+
+[[noreturn]] inline void end_lane() {
+  Group& g = *group;
+  g.ended[g.current] = true;
+  --g.alive;
+  Meeting* places[] = {&g.all, &own_warp()};
+  for (Meeting* m : places) {
+    if (--m->members != 0 && m->arrived == m->members) pass(*m);
+  }
+  if (g.alive == 0) setcontext(&g.main);
+  for (uint32_t to = 0; to < kLanes; ++to) {
+    if (ready(g, to)) go_on(g, to);
+  }
+  abort();
+}
+
+// What every lane of the warp gave: f(lane of the warp) is its word.
+template <class F>
+uint64_t exchange(uint64_t word, F f) {
+  Group& g = *group;
+  const uint32_t own = g.current, first = own / kWarp * kWarp;
+  g.word[own] = word;
+  meet(own_warp());
+  const uint64_t out = f([&](uint32_t lane) { return g.word[first + lane % kWarp]; });
+  meet(own_warp());
+  return out;
+}
+
+template <class T>
+T shuffle(T v, uint32_t from) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t word = 0;
+  memcpy(&word, &v, sizeof v);
+  word = exchange(word, [&](auto of) { return of(from); });
+  memcpy(&v, &word, sizeof v);
+  return v;
+}
+inline uint32_t lane() { return group->current % kWarp; }
+
+template <class F>
+uint32_t reduce(uint32_t v, F f) {
+  return uint32_t(exchange(v, [&](auto of) {
+    uint32_t out = uint32_t(of(0));
+    for (uint32_t i = 1; i < kWarp; ++i) out = f(out, uint32_t(of(i)));
+    return uint64_t(out);
+  }));
+}
+
+struct Index {
+  uint32_t x;
+};
+
+inline uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);
+}
+
+}  // namespace emulator
+
+#define __device__
+#define __global__
+#define __host__
+#define __shared__ thread_local
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __CUDA_ARCH__ 900
+#define threadIdx (emulator::Index{emulator::group->current})
+#define blockIdx (emulator::Index{emulator::group->index})
+#define __syncwarp(...) emulator::meet(emulator::own_warp())
+#define __syncthreads() emulator::meet(emulator::group->all)
+#define __shfl_sync(mask, v, from) emulator::shuffle(v, uint32_t(from))
+#define __shfl_xor_sync(mask, v, distance) emulator::shuffle(v, emulator::lane() ^ uint32_t(distance))
+#define __shfl_down_sync(mask, v, distance) \
+  emulator::shuffle(v, emulator::lane() + distance < 32 ? emulator::lane() + distance : emulator::lane())
+#define __any_sync(mask, p) (emulator::reduce((p) ? 1u : 0u, [](uint32_t a, uint32_t b) { return a | b; }) != 0)
+#define __all_sync(mask, p) (emulator::reduce((p) ? 1u : 0u, [](uint32_t a, uint32_t b) { return a & b; }) != 0)
+#define __ballot_sync(mask, p) \
+  emulator::reduce((p) ? 1u << emulator::lane() : 0u, [](uint32_t a, uint32_t b) { return a | b; })
+#define __reduce_max_sync(mask, v) emulator::reduce(v, [](uint32_t a, uint32_t b) { return a > b ? a : b; })
+#define __reduce_add_sync(mask, v) emulator::reduce(v, [](uint32_t a, uint32_t b) { return a + b; })
+#define __nanosleep(n) emulator::give_way()
+#define __threadfence_system() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+#define __fdividef(a, b) ((a) / (b))
+#define __expf(x) expf(x)
+#define rsqrtf(x) (1.0f / sqrtf(x))
+
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+template <class To, class From>
+To bits_as(From v) {
+  To out;
+  memcpy(&out, &v, sizeof out);
+  return out;
+}
+inline float __uint_as_float(uint32_t v) { return bits_as<float>(v); }
+inline float __int_as_float(int32_t v) { return bits_as<float>(v); }
+inline uint32_t __float_as_uint(float v) { return bits_as<uint32_t>(v); }
+inline int32_t __float_as_int(float v) { return bits_as<int32_t>(v); }
+template <class T, class U>
+auto max(T a, U b) {
+  return a > b ? a : b;
+}
+template <class T, class U>
+auto min(T a, U b) {
+  return a < b ? a : b;
+}
+inline uint32_t atomicCAS(uint32_t* p, uint32_t expected, uint32_t v) {
+  __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
+}
+inline uint32_t atomicExch(uint32_t* p, uint32_t v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
+inline uint32_t atomicOr(uint32_t* p, uint32_t v) { return __atomic_fetch_or(p, v, __ATOMIC_SEQ_CST); }
+template <class T>
+T atomicMax(T* p, T v) {
+  T there = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (there < v && !__atomic_compare_exchange_n(p, &there, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+  return there;
+}

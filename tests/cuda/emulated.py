@@ -1,0 +1,72 @@
+"""A CUDA device whose kernel runs on the host: cuda.h compiled by a C++ compiler, threads as fibers. See before.h."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megakernel.device import cpu
+from megakernel.device.cpu import CpuDevice, CpuExecutable
+from megakernel.device.cuda_compiler import DEFAULTS, Tunables, compile_flags
+from megakernel.device.device import KernelSource
+from megakernel.errors import BuildError
+from megakernel.target import Target, find_target
+
+HERE = Path(__file__).parent
+HEADERS = ("before.h", "after.h", "include/megakernel/device/cuda_ptx.h")
+
+
+def host_compiler() -> str | None:
+    """A clang: the kernel's lambdas and builtins are not g++'s."""
+    names = ("clang++", *(f"clang++-{n}" for n in range(24, 15, -1)))
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def host_flags(target: Target, chaos: bool, tunables: Tunables) -> Sequence[str]:
+    return [f for f in compile_flags(target, chaos, False, tunables) if f.startswith(("-D", "--std"))]
+
+
+class EmulatedCuda(CpuDevice):
+    """`workers` blocks of a CUDA target, each a thread of the host."""
+
+    def __init__(self, workers: int = 2, target: str = "sm_90a", tunables: Tunables = DEFAULTS) -> None:
+        super().__init__(workers)
+        self.name = f"emulated-{target}"
+        self._emulated = replace(find_target(target), workers=workers)
+        self._tunables = tunables
+
+    @property
+    def target(self) -> Target:
+        return self._emulated
+
+    def compiler_id(self, target: Target) -> str:
+        headers = "".join((HERE / name).read_text() for name in HEADERS)
+        return " ".join((str(host_compiler()), *host_flags(target, False, self._tunables), headers))
+
+    def compile(self, source: KernelSource, include: Path, output: Path) -> None:
+        compiler = host_compiler()
+        if compiler is None:
+            raise BuildError("no clang++ in PATH")
+        work = output.parent
+        (work / "kernel.cpp").write_text(f'{source.text}\n#include "{HERE / "after.h"}"\n')
+        for name, text in source.headers.items():
+            (work / name).write_text(text)
+        line = [
+            compiler, *host_flags(source.target, source.chaos, self._tunables), "-O1", "-fPIC", "-shared", "-pthread",
+            "-mfma", "-mf16c", "-ffp-contract=off", "-w", "-fdelayed-template-parsing", "-include", str(HERE / "before.h"), f"-I{HERE / 'include'}",
+            f"-I{work}", f"-I{include}", str(work / "kernel.cpp"), "-o", str(output),
+        ]  # fmt: skip
+        done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+        if done.returncode != 0:
+            raise BuildError(done.stderr[-8000:])
+
+    def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
+        library = ctypes.CDLL(str(binary))
+        library.mk_emulated_abi.restype = ctypes.c_uint64
+        assert library.mk_emulated_abi() == abi_hash
+        cpu._declare(library)
+        return CpuExecutable(library, target.workers)
