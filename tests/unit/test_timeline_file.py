@@ -91,7 +91,19 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (damaged(lambda r: r["meta"].update(more=1)), "misses or adds a field"),
         (damaged(lambda r: r["events"].pop("start")), "events: columns start"),
         (damaged(lambda r: r["events"]["start"].pop()), r"events: columns of \[4, 5\] rows"),
-        (damaged(lambda r: r["events"]["worker"].__setitem__(0, -1)), "misses or adds a field"),
+        (damaged(lambda r: r["events"]["worker"].__setitem__(0, -1)), "has a value that none has"),
+        (damaged(lambda r: r["events"]["worker"].__setitem__(0, 2)), "worker 2 of 2 workers"),
+        (damaged(lambda r: r["events"]["role"].__setitem__(0, 99)), "role 99"),
+        (damaged(lambda r: r["events"]["ready"].__setitem__(0, 4)), "event 0: start 5, ready 4"),
+        (damaged(lambda r: r["events"]["longest_wait"].__setitem__(0, 1 << 63)), "longest_wait 9223372036854775808"),
+        (damaged(lambda r: r["nodes"][1].update(layer=[])), r"node 1: layer: expected int, got '\[\]'"),
+        (damaged(lambda r: r["nodes"][1].update(flops=float("inf"))), "node 1: flops: expected float, got 'inf'"),
+        (damaged(lambda r: r["nodes"][1].update(fields=3)), "node 1: fields: expected Mapping"),
+        (damaged(lambda r: r["nodes"][0].update(name=True)), "node 0: name: expected str, got 'True'"),
+        (damaged(lambda r: r["meta"].update(overflow="xy")), "meta: overflow: expected tuple"),
+        (damaged(lambda r: r["meta"].update(overflow=[1])), "overflow of 1 workers, there are 2"),
+        (damaged(lambda r: r["meta"]["alignment"].update(clock_hz=None)), "alignment: clock_hz: expected float"),
+        pytest.param('{"a":' * 100_000, "is not a timeline", id="nested"),
         (damaged(lambda r: r["events"]["node"].__setitem__(0, 2)), "node 2 of 2 nodes"),
         (damaged(lambda r: r["edges"]["producer"].__setitem__(0, 9)), "producer 9 of 2 nodes"),
     ],
@@ -103,6 +115,21 @@ def test_a_file_that_cannot_be_read(text: str, words: str, tmp_path: Path) -> No
         Timeline.load(path)
     result = CliRunner().invoke(cli.app, ["profile", str(path), "-o", str(tmp_path / "out"), "--json"])
     assert result.exit_code == 1 and json.loads(result.stdout)["error"] == "TimelineError"
+
+
+def test_wherever_a_file_is_cut_it_is_called_truncated() -> None:
+    text = made().to_json().replace('"a device"', '"a \\u0064evice"')
+    for end in range(1, len(text)):
+        with pytest.raises(TimelineError, match="is truncated: it ends after"):
+            Timeline.from_json(text[:end])
+
+
+def test_a_step_is_complete_when_all_its_tiles_are_there() -> None:
+    """Not when it has as many events as the fullest: all may have lost some."""
+    whole = made()
+    lost = (whole.events["role"] == Role.CONSUMER) & (whole.events["node"] == 1)
+    assert whole.complete_steps == (7,)
+    assert replace(whole, events=whole.events[~lost]).complete_steps == ()
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
