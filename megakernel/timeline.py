@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -114,6 +114,7 @@ class Meta:
     options: Mapping[str, Any]  # that the program was built with: arguments of `make_plan` and "workers"
     fault: TimelineFault | None = None
     schema: int = SCHEMA
+    ceiling_gbps: float | None = None  # rate of a plain read of a step's bytes, measured beside the recording
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ def _decode(raw: Mapping[str, Any]) -> Timeline:
     meta["alignment"] = _made(Alignment, alignment, "alignment")
     meta["fault"] = _made(TimelineFault, meta["fault"], "fault") if meta["fault"] else None
     meta["roles"], meta["overflow"] = tuple(meta["roles"]), tuple(meta["overflow"])
-    missing = {f.name for f in fields(Meta)} - set(meta)
+    missing = {f.name for f in fields(Meta) if f.default is MISSING} - set(meta)
     if missing:
         raise KeyError(f"meta without {', '.join(sorted(missing))}")
     nodes = tuple(_made(TimelineNode, n, f"node {i}") for i, n in enumerate(raw["nodes"]))

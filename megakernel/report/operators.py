@@ -77,8 +77,10 @@ def imbalance(timeline: Timeline, steps: Sequence[Step]) -> tuple[Imbalance, ...
 
 
 def roofline(timeline: Timeline, steps: Sequence[Step]) -> Roofline:
-    """Operators that read or compute anything, the one with most time first."""
+    """Operators that read or compute anything, the one with most time first. Operations are those of all rows of a
+    step; keys and values count as those of one sequence, since a timeline does not say whose the rows are."""
     events = _of(streaming(timeline), steps)
+    rows_of_step = max([1, *(s.rows for s in steps)])
     meta, target = timeline.meta, TARGETS.get(timeline.meta.target)
     spent = (finish(events) - events["ready"].astype(np.int64)).astype(np.float64)
     sums: dict[str, list[float]] = {}
@@ -88,7 +90,7 @@ def roofline(timeline: Timeline, steps: Sequence[Step]) -> Roofline:
     for node, time, ran in zip(timeline.nodes, ns.tolist(), tiles.tolist()):
         share = ran / max(1, node.tiles)  # how many times in all steps
         total = sums.setdefault(node.operator, [0.0, 0.0, 0.0])
-        for i, value in enumerate((time, node.stream_bytes * share, node.flops * share)):
+        for i, value in enumerate((time, node.stream_bytes * share, node.flops * share * rows_of_step)):
             total[i] += value
     whole = sum(s.length for s in steps) * meta.workers or 1
     rows = [

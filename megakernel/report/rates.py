@@ -40,9 +40,9 @@ class Rates:
 
 
 def ceiling_of(timeline: Timeline, measured_gbps: float | None = None) -> Ceiling:
-    """A measured rate where there is one, else what the target says."""
-    if measured_gbps:
-        return Ceiling(measured_gbps, "measured: a plain read of the same bytes")
+    """A measured rate where there is one, given or in the timeline, else what the target says."""
+    if measured := measured_gbps or timeline.meta.ceiling_gbps:
+        return Ceiling(measured, "measured: a plain read of the same bytes")
     target = TARGETS.get(timeline.meta.target)
     return Ceiling(target.stream_gbps, f"target {target.name}: {target.source}") if target else Ceiling(0.0, "unknown")
 

@@ -108,6 +108,16 @@ def test_roofline_by_hand() -> None:
     assert r.ceiling_gflops == 3 * 50.0
 
 
+def test_operations_are_those_of_all_rows() -> None:
+    alone = uneven()
+    events = alone.events.copy()
+    events["tile_begin"][events["role"] == Role.CONTROL] = 3
+    (one,), (three,) = (roofline(t, steps_of(t)).operators for t in (alone, replace(alone, events=events)))
+    assert three.gflops == pytest.approx(3 * one.gflops) and three.intensity == 3 * one.intensity
+    assert three.gbps == one.gbps and three.share == one.share, "weights are read once for all rows"
+    assert any("The steps compute 3 rows" in n for n in summary(replace(alone, events=events))["notes"])
+
+
 # ---------------------------------------------------------------------------------------------- look-ahead
 def test_lookahead_counts_what_could_have_run() -> None:
     """`late` waits for `make` of the other worker; `free` behind it waits for nothing, `more` for `late`'s like."""
@@ -199,8 +209,15 @@ def test_the_summary_says_what_the_analysis_found() -> None:
     assert parts + said["header_us"] + said["idle_us"] == pytest.approx(said["row_step_us"])
     assert sum(said["critical_path_us"].values()) == pytest.approx(said["step_us"])
     assert said["hops_us"]["counter"]["median"] == 0.5 and said["fault"] is None
+    parts = sum(sum(kinds.values()) for kinds in said["layers_us"].values())
+    assert parts + said["header_us"] + said["idle_us"] == pytest.approx(said["row_step_us"])
+    assert (
+        set(said["slack_us"]) == {n.name for n in line.nodes}
+        and min(s["least"] for s in said["slack_us"].values()) == 0
+    )
+    assert said["imbalance_us"] and said["roofline"] and said["lookahead"]["open_behind"] and said["notes"] == []
     nothing = summary(replace(line, events=line.events[:0]))
-    assert nothing["steps"] == 0 and "no complete step" in nothing["note"]
+    assert nothing["steps"] == 0 and "no complete step" in nothing["notes"][0]
 
 
 def test_the_picture_holds_the_steps_around_the_typical_one() -> None:

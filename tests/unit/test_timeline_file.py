@@ -250,6 +250,24 @@ def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytes
     assert Timeline.load(tmp_path / "out" / "timeline.json").steps == (7,), "what was recorded is not lost"
 
 
+def test_where_files_go_is_looked_at_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    profile.check_folder(tmp_path / "new" / "folder")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TimelineError, match="is a file; choose another --output"):
+            profile.check_folder(output)
+        result = CliRunner().invoke(cli.app, ["profile", "there is no such model", "-o", str(output), "--json"])
+        assert result.exit_code == 1 and "choose another --output" in json.loads(result.stdout)["message"]
+
+
+def test_without_a_complete_step_there_is_no_time_of_one(tmp_path: Path) -> None:
+    pytest.importorskip("perfetto")
+    path = made(cut=True).save(tmp_path / "t.json")
+    result = CliRunner().invoke(cli.app, ["profile", str(path), "-o", str(tmp_path / "out"), "--json"])
+    facts = json.loads(result.stdout.splitlines()[0])
+    assert facts["step_us"] is None and facts["operators"] == [] and facts["fault"] == "wait budget: of logits"
+
+
 def test_the_command_reads_a_timeline_again(tmp_path: Path) -> None:
     pytest.importorskip("perfetto")
     path = made().save(tmp_path / "t.json")
@@ -258,7 +276,7 @@ def test_the_command_reads_a_timeline_again(tmp_path: Path) -> None:
         return CliRunner().invoke(cli.app, ["profile", str(path), "-o", str(tmp_path / "out"), *more])
 
     facts = json.loads(run("--json").stdout)
-    assert facts["step_us"] == 0.19 and facts["events"] == 5 and facts["events_lost"] == 3 and facts["fault"] is None
+    assert facts["step_us"] == 0.16 and facts["events"] == 5 and facts["events_lost"] == 3 and facts["fault"] is None
     glu = facts["operators"][0]
     assert glu == {"operator": "glu", "records": 1, "work_us": 0.035, "wait_us": 0.0025, "data_us": 0.0025}
     assert (tmp_path / "out" / "timeline.pftrace").exists()

@@ -17,7 +17,7 @@ from megakernel.llm import LLM
 from megakernel.perfetto_file import arrows
 from megakernel.profile import record
 from megakernel.recording import Recorder
-from megakernel.request import Request
+from megakernel.request import Completion, Request
 from megakernel.sampling import SamplingParams
 from megakernel.scheduler.dependencies import edges as every_edge
 from megakernel.settings import Settings
@@ -169,6 +169,23 @@ def test_overflow_is_counted_and_the_newest_are_kept(traced: LLM, monkeypatch: p
     assert 1 <= len(timeline.complete_steps) < len(timeline.steps)
     assert timeline.meta.last_step in timeline.complete_steps
     check(timeline, traced)
+
+
+def test_a_recording_that_is_stopped_has_the_steps_until_then(traced: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(request: Request) -> Completion:
+        for seen, _ in enumerate(request):
+            if seen == 40:
+                break
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Request, "result", interrupted)
+    timeline = record(traced, steps=400, context=4)
+    assert 0 < len(timeline.complete_steps) == len(timeline.steps) < 400
+    check(timeline, traced)
+    with pytest.raises(KeyboardInterrupt):  # nothing was recorded yet
+        record(traced, steps=2, context=4, warm=80)
+    traced.start_recording(1)
+    traced.stop_recording()
 
 
 def test_steps_of_a_recording(traced: LLM, tmp_path: Path) -> None:
