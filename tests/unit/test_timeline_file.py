@@ -237,6 +237,17 @@ def test_the_perfetto_trace(tmp_path: Path) -> None:
     assert sum(change for _, change in ring_changes(made(), 0)) == 0
 
 
+def test_a_ring_never_shows_more_bytes_than_it_has(tmp_path: Path) -> None:
+    """A record may stream many times the ring: it is taken away while it still comes."""
+    pytest.importorskip("perfetto")
+    small = replace(made(), meta=replace(made().meta, ring_bytes=100))
+    asked = [(t, n) for t, n in ring_changes(small, 0) if n > 0]
+    assert len(asked) == 40 and {n for _, n in asked} == {25.0} and 10 <= asked[0][0] < asked[-1][0] <= 28
+    packets = read_trace(write_perfetto(small, tmp_path / "t.pftrace")).packet
+    counters = [p.track_event.counter_value for p in packets if p.track_event.type == p.track_event.TYPE_COUNTER]
+    assert max(counters) <= 2 * 100 and counters[-1] == 0 and sorted(counters)[len(counters) // 2] > 0
+
+
 def test_a_fault_is_an_instant_of_the_trace(tmp_path: Path) -> None:
     trace = read_trace(write_perfetto(made(cut=True), tmp_path / "t.pftrace"))
     instants = [p for p in trace.packet if p.HasField("track_event") and p.track_event.type == 3]
