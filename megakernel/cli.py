@@ -435,6 +435,8 @@ def profile_command(
         return show_comparison(*compare, as_json)
     assert model is not None
     profiles.check_folder(output or Path("."))
+    if step_range is not None:
+        profiles.steps_in(step_range)
     stopped = False
     with Stages(as_json) as progress:
         if model.endswith(".json"):
@@ -444,6 +446,7 @@ def profile_command(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=1, workers=workers, policy=policy,
                 max_context=profiles.room(steps, context), trace=True, tp=tp, progress=progress,
             ) as llm:  # fmt: skip
+                profiles.check_range(llm, step_range, steps, context)
                 timeline = profiles.record(llm, steps, context)
             stopped = timeline.meta.fault is None and len(timeline.steps) < steps and not any(timeline.meta.overflow)
             if not stopped:  # who pressed Ctrl-C does not wait for more to be measured

@@ -38,14 +38,34 @@ def room(steps: int, context: int) -> int:
     return context + steps + WARM_STEPS + 2
 
 
+def steps_in(step_range: str) -> tuple[int, int]:
+    """The numbers of "FIRST:LAST". Raises InvalidRequest."""
+    first, colon, last = step_range.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and len(step_range) < 40):
+        raise InvalidRequest(f"--range: expected FIRST:LAST, two step numbers, got {step_range[:40]!r}")
+    return int(first), int(last)
+
+
 def part(timeline: Timeline, step_range: str | None) -> Timeline:
     """The steps "FIRST:LAST" of a timeline, all of them without a range. Raises InvalidRequest, TimelineError."""
+    return timeline if step_range is None else timeline.of_steps(*steps_in(step_range))
+
+
+def check_range(llm: LLM, step_range: str | None, steps: int, context: int) -> None:
+    """Before `record`, with a model that computed nothing yet: raises InvalidRequest for steps that it will not have."""
     if step_range is None:
-        return timeline
-    first, colon, last = step_range.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal()):
-        raise InvalidRequest(f"--range: expected FIRST:LAST, two step numbers, got {step_range!r}")
-    return timeline.of_steps(int(first), int(last))
+        return
+    (first, last), begin = steps_in(step_range), 1 + _skipped(llm, context, WARM_STEPS)
+    if not begin <= first <= last < begin + steps:
+        raise InvalidRequest(
+            f"--range {step_range}: {steps} steps after a context of {context} are numbers {begin} to "
+            f"{begin + steps - 1}; give a range inside them"
+        )
+
+
+def _skipped(llm: LLM, context: int, warm: int) -> int:
+    """Steps before the first recorded one: the prompt's and `warm`."""
+    return -(-context // llm.program.manifest.max_rows) + warm
 
 
 def record(llm: LLM, steps: int, context: int, warm: int = WARM_STEPS) -> Timeline:
@@ -57,7 +77,7 @@ def record(llm: LLM, steps: int, context: int, warm: int = WARM_STEPS) -> Timeli
     if steps < 1 or context < 1 or warm < 0:
         raise InvalidRequest(f"profile: expected steps >= 1 and context >= 1, got {steps} and {context}")
     prompt = np.random.default_rng(context).integers(0, m.vocab, context).tolist()
-    llm.start_recording(steps, skip=-(-context // m.max_rows) + warm)
+    llm.start_recording(steps, skip=_skipped(llm, context, warm))
     request = llm.engine.submit(prompt, SamplingParams(max_tokens=warm + steps + 1, ignore_eos=True))
     try:
         with contextlib.suppress(DeviceFault):  # it is in the recording
