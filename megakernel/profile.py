@@ -52,7 +52,7 @@ def part(timeline: Timeline, step_range: str | None) -> Timeline:
 
 
 def check_range(llm: LLM, step_range: str | None, steps: int, context: int) -> None:
-    """Before `record`, with a model that computed nothing yet: raises InvalidRequest for steps that it will not have."""
+    """Before `record`, with a model that computed nothing yet: raises InvalidRequest for steps it will not have."""
     if step_range is None:
         return
     (first, last), begin = steps_in(step_range), 1 + _skipped(llm, context, WARM_STEPS)

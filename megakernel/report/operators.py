@@ -88,7 +88,7 @@ def roofline(timeline: Timeline, steps: Sequence[Step]) -> Roofline:
     ns = np.bincount(events["node"], spent, count) if len(events) else np.zeros(count)
     tiles = np.bincount(events["node"], events["tile_count"], count) if len(events) else np.zeros(count)
     for node, time, ran in zip(timeline.nodes, ns.tolist(), tiles.tolist()):
-        share = ran / max(1, node.tiles)  # how many times in all steps
+        share = len(steps) if ran else 0  # once a step; of tiles with nothing to do there may be no event
         total = sums.setdefault(node.operator, [0.0, 0.0, 0.0])
         for i, value in enumerate((time, node.stream_bytes * share, node.flops * share * rows_of_step)):
             total[i] += value

@@ -53,6 +53,9 @@ def rates(timeline: Timeline, step: Step, ceiling: Ceiling, bins: int = 200) -> 
     readers = readers[readers["step"] == step.number]
     begin, end = reading_time(readers)
     nbytes = stream_bytes(timeline, readers)
+    if len(readers):  # tiles that had nothing to read may be left out: the others have read all of it
+        ran = np.bincount(readers["node"], readers["tile_count"], len(timeline.nodes))
+        nbytes *= (np.array([n.tiles for n in timeline.nodes]) / np.maximum(ran, 1))[readers["node"]]
     borders = np.linspace(min(step.begin, int(begin.min(initial=step.begin))), step.end, bins + 1)
     length = np.maximum(end - begin, 1.0)
     read = np.array([(nbytes * np.clip((t - begin) / length, 0, 1)).sum() for t in borders])

@@ -64,6 +64,19 @@ def test_rates_add_up_to_the_bytes_of_the_step() -> None:
     assert r.floor_ns == pytest.approx(total / 4.0)
 
 
+def test_bytes_of_tiles_that_were_left_out_are_read_by_the_others() -> None:
+    line = split(recorded())
+    step = typical(steps_of(line))
+    readers = np.flatnonzero((line.events["role"] == Role.PRODUCER) & (line.events["step"] == step.number))
+    node = line.events["node"][readers]
+    several = [i for i in readers if (node == line.events["node"][i]).sum() > 1]
+    fewer = replace(line, events=np.delete(line.events, several[0]))
+    whole, part = (rates(t, step, Ceiling(4.0, "test")) for t in (line, fewer))
+    assert part.stream_bytes == pytest.approx(whole.stream_bytes) == sum(n.stream_bytes for n in line.nodes)
+    left, right = ({o.operator: o.intensity for o in roofline(t, steps_of(t)).operators} for t in (line, fewer))
+    assert left == right
+
+
 def test_rates_of_a_chain_by_hand() -> None:
     """4,000 bytes in 4,250 ns, a hop, 2,000 bytes in 2,250 ns: in seven parts of a microsecond."""
     line = timeline_of(chain(), PLAIN)
