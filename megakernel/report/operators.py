@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megakernel.report.rates import streaming
+from megakernel.report.rates import reading_time, streaming
 from megakernel.report.steps import Step, finish
 from megakernel.target import TARGETS
 from megakernel.tasks.record import Role, TraceFlag
@@ -82,7 +82,8 @@ def roofline(timeline: Timeline, steps: Sequence[Step]) -> Roofline:
     events = _of(streaming(timeline), steps)
     rows_of_step = max([1, *(s.rows for s in steps)])
     meta, target = timeline.meta, TARGETS.get(timeline.meta.target)
-    spent = (finish(events) - events["ready"].astype(np.int64)).astype(np.float64)
+    begin, end = reading_time(events)
+    spent = np.maximum(end, finish(events)) - begin
     sums: dict[str, list[float]] = {}
     count = len(timeline.nodes)
     ns = np.bincount(events["node"], spent, count) if len(events) else np.zeros(count)

@@ -80,6 +80,8 @@ def stream_bytes(timeline: Timeline, events: Events) -> Floats:
 
 
 def reading_time(events: Events) -> tuple[Floats, Floats]:
-    """When each event reads: from ready until its work is done."""
+    """When each event reads: from ready until its work is done. A producer's ready is when it had the last stage that
+    it waited for; it has read since its start, as fast as there was room."""
     end = np.where(events["end"] >= events["ready"], events["end"], finish(events).astype("u8"))
-    return events["ready"].astype(np.float64), end.astype(np.float64)
+    begin = np.where(events["role"] == Role.PRODUCER, events["start"], events["ready"])
+    return begin.astype(np.float64), end.astype(np.float64)

@@ -17,7 +17,7 @@ from megakernel.report.graph_build import graph_of
 from megakernel.report.hops import HEADER, histogram, hops
 from megakernel.report.lookahead import lookahead
 from megakernel.report.operators import imbalance, roofline
-from megakernel.report.rates import Ceiling, ceiling_of, rates
+from megakernel.report.rates import Ceiling, ceiling_of, rates, reading_time
 from megakernel.report.steps import row_names, steps_of, typical
 from megakernel.scheduler.calibration import Calibration
 from megakernel.scheduler.schedule import Entry, Schedule, Wait
@@ -75,6 +75,20 @@ def test_bytes_of_tiles_that_were_left_out_are_read_by_the_others() -> None:
     assert part.stream_bytes == pytest.approx(whole.stream_bytes) == sum(n.stream_bytes for n in line.nodes)
     left, right = ({o.operator: o.intensity for o in roofline(t, steps_of(t)).operators} for t in (line, fewer))
     assert left == right
+
+
+def test_a_producer_reads_from_its_start() -> None:
+    """Its ready is near its end where a record is larger than the ring: that is no time in which all of it was read."""
+    line = split(recorded())
+    late = line.events.copy()
+    producers = late["role"] == Role.PRODUCER
+    for moment in ("ready", "first_data"):
+        late[moment][producers] = late["end"][producers]
+    early, tail = ({o.operator: o.gbps for o in roofline(t, steps_of(t)).operators}
+                   for t in (line, replace(line, events=late)))  # fmt: skip
+    assert early == pytest.approx(tail)
+    begin, end = reading_time(late[producers])
+    assert (begin == late["start"][producers]).all() and (end == late["end"][producers]).all()
 
 
 def test_rates_of_a_chain_by_hand() -> None:
