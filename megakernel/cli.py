@@ -31,7 +31,7 @@ from megakernel.scheduler.calibration import Calibration
 from megakernel.scheduler.simulate import Simulation, share_of_hops, simulate
 from megakernel.serve import server_modules
 from megakernel.settings import read_settings
-from megakernel.show import Stages, emit, errors, reported, size, table
+from megakernel.show import INTERRUPTED, Stages, emit, errors, reported, size, table
 from megakernel.target import Target
 from megakernel.tasks.record import MAX_ROWS
 from megakernel.timeline import Timeline
@@ -434,7 +434,10 @@ def profile_command(
     if compare is not None:
         return show_comparison(*compare, as_json)
     assert model is not None
-    ceiling = None
+    profiles.check_folder(output or Path("."))
+    if step_range is not None:
+        profiles.steps_in(step_range)
+    stopped = False
     with Stages(as_json) as progress:
         if model.endswith(".json"):
             timeline = Timeline.load(model)
@@ -443,15 +446,21 @@ def profile_command(
                 model, device=device, dtype=dtype, kv_dtype=kv_dtype, max_slots=1, workers=workers, policy=policy,
                 max_context=profiles.room(steps, context), trace=True, tp=tp, progress=progress,
             ) as llm:  # fmt: skip
+                profiles.check_range(llm, step_range, steps, context)
                 timeline = profiles.record(llm, steps, context)
-            ceiling = profiles.ceiling_gbps(timeline)
+            stopped = timeline.meta.fault is None and len(timeline.steps) < steps and not any(timeline.meta.overflow)
+            if not stopped:  # who pressed Ctrl-C does not wait for more to be measured
+                timeline = profiles.with_ceiling(timeline)
         timeline = profiles.part(timeline, step_range)
-        made = profiles.write(timeline, output or Path(f"profile-{timeline.meta.program}"), ceiling)
+        made = profiles.write(timeline, output or Path(f"profile-{timeline.meta.program}"))
     facts = profiles.summary(made)
     if as_json:
-        emit(facts | {"analysis": analysis.summary(timeline, ceiling_gbps=ceiling)})
+        emit(facts | {"analysis": analysis.summary(timeline)})
     else:
         _print_profile(facts)
+    if stopped:
+        errors.print(f"stopped: {len(timeline.steps)} of {steps} steps were recorded")
+        raise typer.Exit(INTERRUPTED)
     if timeline.meta.fault is not None:
         raise MegakernelError(f"the recording ended with a fault: {timeline.meta.fault.text}")
 
@@ -629,14 +638,15 @@ def _print_stream(llm: LLM, outputs: Iterator[Output], as_json: bool) -> None:
 
 def _print_profile(facts: dict[str, Any]) -> None:
     table(("", facts["program"]), [(k, v) for k, v in facts.items() if v is not None and k != "operators"])
-    table(
-        ("operator", "records", "work, us a step", "waits for others", "waits for data"),
-        [
-            (r["operator"], r["records"], *(f"{r[k]:,.1f}" for k in ("work_us", "wait_us", "data_us")))
-            for r in facts["operators"]
-        ],
-        "mean of a worker",
-    )  # fmt: skip
+    if facts["operators"]:
+        table(
+            ("operator", "records", "work, us a step", "waits for others", "waits for data"),
+            [
+                (r["operator"], r["records"], *(f"{r[k]:,.1f}" for k in ("work_us", "wait_us", "data_us")))
+                for r in facts["operators"]
+            ],
+            "mean of a worker",
+        )  # fmt: skip
 
 
 def _print_simulation(said: Simulation, hops: float, entries: int, made: Plan, target: Target) -> None:

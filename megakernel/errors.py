@@ -129,7 +129,8 @@ NOBODY = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class FaultReport:
-    """A device fault, decoded. `value` and `target` are the counter's value seen and the one waited for.
+    """A device fault, decoded. `value` and `target` are the counter's value seen and the one waited for; of logits that
+    are not numbers the slot and its position.
 
     worker: NOBODY when no kernel said it."""
 
@@ -148,6 +149,13 @@ class FaultReport:
     device: str = ""  # which of several that run the model together
 
 
+def _of_counter(r: FaultReport) -> str:
+    """What was seen and wanted; not every fault is about a counter."""
+    if r.kind == "nan logits":
+        return f"slot {r.value}, position {r.target}"
+    return ("" if r.counter == NOBODY else f"counter {r.counter}: ") + f"value {r.value}, target {r.target}"
+
+
 class DeviceFault(MegakernelError):
     """The kernel stopped itself: a wait past its budget, a NaN, a failed roll-call."""
 
@@ -158,7 +166,7 @@ class DeviceFault(MegakernelError):
         if r.worker != NOBODY:
             text = (
                 f"{r.kind}: task {r.task} of node {r.node}, tile {r.tile}, worker {r.worker} ({r.role}), "
-                f"step {r.step}, counter {r.counter}: value {r.value}, target {r.target}"
+                f"step {r.step}, {_of_counter(r)}"
             )
         if r.device:
             text = f"device {r.device}: {text}"

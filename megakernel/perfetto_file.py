@@ -22,6 +22,7 @@ Indices = npt.NDArray[np.int64]
 SEQUENCE: Final = 1  # one writer
 WORKER_TRACK, ROLE_TRACK, RING_TRACK, TOTAL_TRACK, FAULT_TRACK = 1 << 32, 2 << 32, 3 << 32, 4 << 32, 5 << 32
 BATCH: Final = 4096  # packets
+PIECES: Final = 4  # of a ring, that a record's stream is counted in
 BYTES: Final = 3  # CounterDescriptor.Unit.UNIT_SIZE_BYTES
 
 
@@ -184,20 +185,22 @@ class _Writer:
     # ------------------------------------------------------------------------------------------ counters, fault
     def _rings(self) -> None:
         total: list[tuple[int, float]] = []
-        for worker in range(self.timeline.meta.workers):
+        ring, workers = self.timeline.meta.ring_bytes, self.timeline.meta.workers
+        for worker in range(workers):
             changes = ring_changes(self.timeline, worker)
             total += changes
-            self._counter(RING_TRACK + worker, changes)
-        self._counter(TOTAL_TRACK, total)
+            self._counter(RING_TRACK + worker, changes, ring)
+        self._counter(TOTAL_TRACK, total, workers * ring)
 
-    def _counter(self, track: int, changes: list[tuple[int, float]]) -> None:
+    def _counter(self, track: int, changes: list[tuple[int, float]], most: int) -> None:
+        """Never more than there is room for: streams that are not as even as they are taken for would show more."""
         level = 0.0
         for time, change in sorted(changes):
             level += change
             packet = self._put(time)
             packet.track_event.type = self.counts
             packet.track_event.track_uuid = track
-            packet.track_event.counter_value = max(0, round(level))
+            packet.track_event.counter_value = min(most, max(0, round(level)))
 
     def _fault(self) -> None:
         fault, events = self.timeline.meta.fault, self.timeline.events
@@ -216,17 +219,22 @@ def _role_track(worker: int, role: int) -> int:
 
 
 def ring_changes(timeline: Timeline, worker: int) -> list[tuple[int, float]]:
-    """(time, bytes) of one worker: asked for by the producer, then taken by the consumers. Half at either end of a
-    record's stream, as nothing in between is recorded."""
+    """(time, bytes) of one worker: asked for by the producer, then taken by the consumers. A record streams evenly from
+    its begin to its end, as nothing in between is recorded, in pieces of at most a quarter of the ring."""
     mine = timeline.tasks[timeline.tasks["worker"] == worker]
     keys = mine["step"].astype(np.int64) << 32 | mine["record"]
     asked, taken = mine["role"] == Role.PRODUCER, mine["role"] == Role.CONSUMER
     streamed = np.isin(keys, keys[asked]) & (asked | taken)
     mine, asked = mine[streamed], asked[streamed]
     of_tile = np.array([n.stream_bytes / max(1, n.tiles) for n in timeline.nodes])
-    half = of_tile[mine["node"]] * mine["tile_count"] / 2 * np.where(asked, 1, -1)
-    begin = np.where(asked, mine["ready"], mine["first_data"])
-    return [*zip(begin.tolist(), half.tolist()), *zip(mine["end"].tolist(), half.tolist())]
+    nbytes = of_tile[mine["node"]] * mine["tile_count"]
+    begin = np.where(asked, mine["ready"], mine["first_data"]).astype(np.int64)
+    pieces = np.maximum(2, np.ceil(nbytes * PIECES / timeline.meta.ring_bytes)).astype(np.int64)
+    of = np.repeat(np.arange(len(mine)), pieces)
+    place = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + 0.5) / pieces[of]
+    time = begin[of] + np.rint(place * (mine["end"].astype(np.int64) - begin)[of]).astype(np.int64)
+    change = (nbytes / pieces * np.where(asked, 1, -1))[of]
+    return list(zip(time.tolist(), change.tolist()))
 
 
 def arrows(timeline: Timeline) -> Iterator[_Arrow]:

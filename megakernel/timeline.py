@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +39,7 @@ EDGE: Final = np.dtype(
         ("kind", "u1"), ("counter", "<u4"),
     ]
 )  # fmt: skip
+MOST_NUMBER: Final = 1e30  # in a file; sums of such are still finite
 PACKED_FROM: Final = 10_000  # events; a file with fewer has them as lists of numbers
 EVENT_COLUMNS: Final = tuple(f.name for f in TRACE_EVENT.fields)
 
@@ -112,6 +114,7 @@ class Meta:
     options: Mapping[str, Any]  # that the program was built with: arguments of `make_plan` and "workers"
     fault: TimelineFault | None = None
     schema: int = SCHEMA
+    ceiling_gbps: float | None = None  # rate of a plain read of a step's bytes, measured beside the recording
 
 
 @dataclass(frozen=True)
@@ -148,19 +151,20 @@ class Timeline:
 
     @cached_property
     def complete_steps(self) -> tuple[int, ...]:
-        """Steps of which no event is missing: not cut by a fault, nothing lost. Records that may be left out of a step
-        do not count, nor do roles that may have nothing to do with one."""
+        """Steps of which no event is missing: not cut by a fault, and every tile of every node is there. Records that
+        may be left out of a step do not count, nor do roles that may have nothing to do with one."""
         optional = {task.name for task in all_tasks().values() if task.idles}
-        always = [i for i, node in enumerate(self.nodes) if node.task not in optional]
-        counted = np.isin(self.tasks["node"], always) & np.isin(self.tasks["role"], (Role.WORKER, Role.CONSUMER))
-        numbers, counts = np.unique(self.tasks["step"][counted], return_counts=True)
-        tasks = dict(zip(numbers.tolist(), counts.tolist()))
-        most = max(tasks.values(), default=0)
-        numbers, counts = np.unique(self.worker_steps["step"], return_counts=True)
-        workers = dict(zip(numbers.tolist(), counts.tolist()))
+        always = np.array([node.task not in optional for node in self.nodes], bool)
+        numbers = np.array(self.steps, np.int64)
+        ran = np.zeros((len(numbers), len(self.nodes)), np.int64)  # tiles
+        ended = self.tasks[np.isin(self.tasks["role"], (Role.WORKER, Role.CONSUMER))]
+        np.add.at(ran, (np.searchsorted(numbers, ended["step"].astype(np.int64)), ended["node"]), ended["tile_count"])
+        whole = (ran == [node.tiles for node in self.nodes])[:, always].all(1) if len(numbers) else ()
+        begun, counts = np.unique(self.worker_steps["step"], return_counts=True)
+        workers = dict(zip(begun.tolist(), counts.tolist()))
         cut = set(self.events["step"][(self.events["flags"] & TraceFlag.CUT) != 0].tolist())
         return tuple(
-            s for s in self.steps if s not in cut and tasks.get(s) == most and workers.get(s) == self.meta.workers
+            s for s, full in zip(self.steps, whole) if full and s not in cut and workers.get(s) == self.meta.workers
         )
 
     def of_steps(self, first: int, last: int) -> Timeline:
@@ -232,8 +236,10 @@ class Timeline:
     def from_json(text: str, where: str = "the timeline") -> Timeline:
         try:
             raw = json.loads(text)
+        except RecursionError as e:
+            raise TimelineError(f"{where} is not a timeline; expected a file that `megakernel profile` wrote") from e
         except json.JSONDecodeError as e:
-            if e.pos >= len(text.rstrip()) - 1 or "Unterminated" in e.msg:
+            if _ends_early(text, e):
                 raise TimelineError(
                     f"{where} is truncated: it ends after {len(text):,} characters inside the JSON; record it again"
                 ) from e
@@ -246,8 +252,10 @@ class Timeline:
             )
         try:
             return _decode(raw)
-        except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as e:
+        except (TypeError, KeyError, AttributeError) as e:
             raise TimelineError(f"{where} misses or adds a field ({e}); record it again") from e
+        except (ValueError, OverflowError) as e:
+            raise TimelineError(f"{where} has a value that none has ({e}); record it again") from e
 
 
 # ---------------------------------------------------------------------------------------------- roles of a record
@@ -276,25 +284,77 @@ def _beside(events: Events, role: Role) -> npt.NDArray[np.bool_]:
     return out
 
 
+def _ends_early(text: str, error: json.JSONDecodeError) -> bool:
+    """Whether what is wrong is that more should follow: a text is as often cut inside a string or a word."""
+    rest = text[error.pos :].strip()
+    begun = any(word.startswith(rest) for word in ("true", "false", "null", "NaN", "Infinity", "-Infinity"))
+    return len(rest) <= 1 or begun or "Unterminated" in error.msg or ("escape" in error.msg and len(rest) < 6)
+
+
+def _fits(value: object, kind: str) -> bool:
+    """Whether a value of a file is what a field of this type holds. Objects are looked at by themselves."""
+    if kind.endswith(" | None"):
+        return value is None or _fits(value, kind.removesuffix(" | None"))
+    if kind.startswith("tuple["):
+        inner = kind.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, tuple) and all(_fits(v, inner) for v in value)
+    if kind == "Mapping[str, int | float]":
+        return isinstance(value, dict) and all(_fits(v, "float") for v in value.values())
+    if kind in ("int", "float"):
+        known = type(value) is int or (kind == "float" and type(value) is float)
+        return known and abs(value) < (MOST_NUMBER if kind == "float" else 1 << 63)  # type: ignore[arg-type]
+    return isinstance(value, {"str": str, "Mapping[str, Any]": dict}.get(kind, object))
+
+
+def _made(cls: type[Any], raw: Mapping[str, Any], what: str) -> Any:
+    """One of the dataclasses above, of what a file says. Raises TypeError, ValueError."""
+    for f in fields(cls):
+        if f.name in raw and not _fits(raw[f.name], str(f.type)):
+            raise ValueError(f"{what}: {f.name}: expected {f.type}, got {str(raw[f.name])[:40]!r}")
+    return cls(**raw)
+
+
 def _decode(raw: Mapping[str, Any]) -> Timeline:
     meta = dict(raw["meta"])
     alignment = dict(meta["alignment"])
     lists = ("offset_ns", "drift_ns", "timer_offset_ns", "timer_hop_ns")
     alignment |= {name: tuple(alignment[name]) for name in lists if name in alignment}
-    meta["alignment"] = Alignment(**alignment)
-    meta["fault"] = TimelineFault(**meta["fault"]) if meta["fault"] else None
+    meta["alignment"] = _made(Alignment, alignment, "alignment")
+    meta["fault"] = _made(TimelineFault, meta["fault"], "fault") if meta["fault"] else None
     meta["roles"], meta["overflow"] = tuple(meta["roles"]), tuple(meta["overflow"])
-    missing = {f.name for f in fields(Meta)} - set(meta)
+    missing = {f.name for f in fields(Meta) if f.default is MISSING} - set(meta)
     if missing:
         raise KeyError(f"meta without {', '.join(sorted(missing))}")
-    nodes = tuple(TimelineNode(**n) for n in raw["nodes"])
+    nodes = tuple(_made(TimelineNode, n, f"node {i}") for i, n in enumerate(raw["nodes"]))
     events = _columns(raw["events"], TRACE_EVENT.dtype, "events")
     edges = _columns(raw["edges"], EDGE, "edges")
     for table, column in ((edges, "producer"), (edges, "consumer"), (events, "node")):
         known = table[column][table[column] != NONE]
         if len(known) and int(known.max()) >= len(nodes):
             raise ValueError(f"{column} {int(known.max())} of {len(nodes)} nodes")
-    return Timeline(events, Meta(**meta), nodes, edges)
+    made: Meta = _made(Meta, meta, "meta")
+    _check_events(events, made)
+    return Timeline(events, made, nodes, edges)
+
+
+def _check_events(events: Events, meta: Meta) -> None:
+    """Raises ValueError for events that no kernel leaves: figures of them would be wrong."""
+    if len(meta.overflow) != meta.workers:
+        raise ValueError(f"overflow of {len(meta.overflow)} workers, there are {meta.workers}")
+    if not len(events):
+        return
+    if int(events["worker"].max()) >= meta.workers:
+        raise ValueError(f"worker {int(events['worker'].max())} of {meta.workers} workers")
+    if not np.isin(events["role"], list(Role)).all():
+        raise ValueError(f"role {int(events['role'].max())}")
+    if int(events["longest_wait"].max()) >= 1 << 63:
+        raise ValueError(f"longest_wait {int(events['longest_wait'].max())}")
+    cut = (events["flags"] & TraceFlag.CUT) != 0
+    for before, after in pairwise(TIMES):
+        late = (events[before] > events[after]) & ~(cut & (after == "published"))
+        if late.any() or int(events[after].max()) >= 1 << 63:
+            at = int(np.flatnonzero(late)[0]) if late.any() else int(events[after].argmax())
+            raise ValueError(f"event {at}: {before} {int(events[before][at])}, {after} {int(events[after][at])}")
 
 
 def _columns(raw: Mapping[str, Any], dtype: np.dtype[Any], what: str) -> npt.NDArray[Any]:

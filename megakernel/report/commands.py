@@ -62,7 +62,7 @@ def calibrate_command(
 
 def show_comparison(a: Path, b: Path, as_json: bool) -> None:
     """What `megakernel profile --compare A B` prints. Raises TimelineError for files that are no timelines."""
-    made = compare(Timeline.load(a), Timeline.load(b), (a.name, b.name))
+    made = compare(Timeline.load(a), Timeline.load(b), names_of(a, b))
     if as_json:
         emit(json.loads(made.to_json()))
         return
@@ -75,10 +75,19 @@ def show_comparison(a: Path, b: Path, as_json: bool) -> None:
         typer.echo(note)
 
 
+def names_of(a: Path, b: Path) -> tuple[str, str]:
+    """As much of the ends of two paths as tells them apart: what `profile` writes has one name in every folder."""
+    for count in range(1, 1 + max(len(a.parts), len(b.parts))):
+        left, right = (str(Path(*p.parts[-count:])) for p in (a, b))
+        if left != right:
+            return left, right
+    return f"{a} (A)", f"{b} (B)"
+
+
 def _row(c: Change) -> tuple[str, ...]:
     def number(value: float | None, sign: str = "") -> str:
         return "" if value is None else f"{value:{sign},.2f}"
 
     interval = "" if c.low is None else f"{number(c.low, '+')} to {number(c.high, '+')}"
-    changed = "" if c.low is None and c.difference_us is not None else "yes" if c.changed else "no"
+    changed = "" if not c.judged else "yes" if c.changed else "no"
     return c.kind, c.name, number(c.a_us), number(c.b_us), number(c.difference_us, "+"), interval, changed

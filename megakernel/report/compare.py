@@ -34,7 +34,8 @@ Floats = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class Change:
     """Microseconds a step. kind: "step", "operator" (work and waiting for data, all workers), "hop" (median latency),
-    "worker" (work and waiting for data). `low`, `high`: the interval of b - a; None with too few steps."""
+    "worker" (work and waiting for data). `low`, `high`: the interval of b - a; None with too few steps. `judged`:
+    there are enough steps to say whether it changed."""
 
     kind: str
     name: str
@@ -42,6 +43,7 @@ class Change:
     b_us: float | None
     low: float | None = None
     high: float | None = None
+    judged: bool = True
 
     @property
     def difference_us(self) -> float | None:
@@ -50,6 +52,8 @@ class Change:
     @property
     def changed(self) -> bool:
         """The interval leaves out 0, or one of the two has no such thing."""
+        if not self.judged:
+            return False
         if self.a_us is None or self.b_us is None:
             return True
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
@@ -81,7 +85,8 @@ def compare(a: Timeline, b: Timeline, names: tuple[str, str] = ("A", "B")) -> Co
             raise TimelineError(f"{name} has no complete step to compare; record more steps")
     left, right = samples(a, chosen[0]), samples(b, chosen[1])
     rng = np.random.default_rng(SEED)
-    changes = [_change(key, left.get(key), right.get(key), rng) for key in dict.fromkeys([*left, *right])]
+    many = min(map(len, chosen)) >= LEAST_STEPS
+    changes = [_change(key, left.get(key), right.get(key), rng, many) for key in dict.fromkeys([*left, *right])]
     return Comparison(
         *names, (len(chosen[0]), len(chosen[1])), CONFIDENCE, tuple(_notes(a, b, chosen, names)), tuple(changes)
     )
@@ -129,10 +134,12 @@ def _hop_samples(timeline: Timeline, steps: Sequence[Step]) -> dict[tuple[str, s
     return {key: np.array(values) for key, values in found.items()}
 
 
-def _change(key: tuple[str, str], a: Floats | None, b: Floats | None, rng: np.random.Generator) -> Change:
+def _change(key: tuple[str, str], a: Floats | None, b: Floats | None, rng: np.random.Generator, many: bool) -> Change:
     first, second = (None if v is None or not len(v) else float(np.median(v)) for v in (a, b))
-    if a is None or b is None or min(len(a), len(b)) < LEAST_STEPS:
-        return Change(*key, first, second)
+    if a is None or b is None:
+        return Change(*key, first, second, judged=many)
+    if min(len(a), len(b)) < LEAST_STEPS:
+        return Change(*key, first, second, judged=False)
     drawn = _medians(b, rng) - _medians(a, rng)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(drawn, [tail, 1 - tail])

@@ -97,7 +97,8 @@ def calibrate(timeline: Timeline, steps: Sequence[Step] | None = None) -> Calibr
         target=target.name, stream_gbps=gbps, worker_gflops=flops, hop_us=None if hop is None else max(0.0, hop) / 1e3,
         signal_us=0.0,  # turns at a counter are part of the hops
         task_us=max(0.0, task_us), step_us=_step_us(events, chosen), task_scale=scale, overhead_us=overhead,
-        source=f"{timeline.meta.program} on {timeline.meta.device}, {len(chosen)} steps",
+        source=f"{timeline.meta.program} on {timeline.meta.device}, {len(chosen)} steps"
+        + (f" of {chosen[0].rows} rows" if chosen[0].rows > 1 else ""),
     )  # fmt: skip
     return made if timeline.meta.roles == ("worker",) else _streamed_ahead(timeline, chosen, made)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megakernel.report.rates import streaming
+from megakernel.report.rates import reading_time, streaming
 from megakernel.report.steps import Step, finish
 from megakernel.target import TARGETS
 from megakernel.tasks.record import Role, TraceFlag
@@ -77,18 +77,21 @@ def imbalance(timeline: Timeline, steps: Sequence[Step]) -> tuple[Imbalance, ...
 
 
 def roofline(timeline: Timeline, steps: Sequence[Step]) -> Roofline:
-    """Operators that read or compute anything, the one with most time first."""
+    """Operators that read or compute anything, the one with most time first. Operations are those of all rows of a
+    step; keys and values count as those of one sequence, since a timeline does not say whose the rows are."""
     events = _of(streaming(timeline), steps)
+    rows_of_step = max([1, *(s.rows for s in steps)])
     meta, target = timeline.meta, TARGETS.get(timeline.meta.target)
-    spent = (finish(events) - events["ready"].astype(np.int64)).astype(np.float64)
+    begin, end = reading_time(events)
+    spent = np.maximum(end, finish(events)) - begin
     sums: dict[str, list[float]] = {}
     count = len(timeline.nodes)
     ns = np.bincount(events["node"], spent, count) if len(events) else np.zeros(count)
     tiles = np.bincount(events["node"], events["tile_count"], count) if len(events) else np.zeros(count)
     for node, time, ran in zip(timeline.nodes, ns.tolist(), tiles.tolist()):
-        share = ran / max(1, node.tiles)  # how many times in all steps
+        share = len(steps) if ran else 0  # once a step; of tiles with nothing to do there may be no event
         total = sums.setdefault(node.operator, [0.0, 0.0, 0.0])
-        for i, value in enumerate((time, node.stream_bytes * share, node.flops * share)):
+        for i, value in enumerate((time, node.stream_bytes * share, node.flops * share * rows_of_step)):
             total[i] += value
     whole = sum(s.length for s in steps) * meta.workers or 1
     rows = [

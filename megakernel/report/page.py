@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megakernel.errors import TimelineError
-from megakernel.report.analysis import Analysis, analyse, shown_steps
+from megakernel.report.analysis import Analysis, analyse, notes, shown_steps
 from megakernel.report.arrivals import WAITING_ROLES
 from megakernel.report.breakdown import Share
 from megakernel.report.critical import edge_of_hop, hop_name
@@ -73,7 +73,7 @@ def payload(timeline: Timeline, *, ceiling_gbps: float | None = None) -> dict[st
         "title": timeline.meta.program,
         "facts": _facts(timeline),
         "fault": fault.text if fault else "",
-        "notes": [n for n in (note, *_notes(timeline, a)) if n],
+        "notes": [n for n in (note, *notes(timeline, a)) if n],
         "analysis": _analysis(timeline, a) if a else None,
         "timeline": _picture(timeline, a),
     }
@@ -85,36 +85,13 @@ def _facts(timeline: Timeline) -> list[tuple[str, str]]:
     hop = "" if m.alignment.worst_hop_ns is None else f"; shortest hop seen {m.alignment.worst_hop_ns:,.0f} ns"
     return [
         ("model", m.model), ("device", m.device), ("target", f"{m.target}, {m.workers} workers"),
-        ("steps", f"{m.first_step} to {m.last_step}, {len(timeline.complete_steps)} complete"),
-        ("a step", f"{m.rows:g} rows at {m.context} tokens of context (means)"),
+        *([
+            ("steps", f"{m.first_step} to {m.last_step}, {len(timeline.complete_steps)} complete"),
+            ("a step", f"{m.rows:g} rows at {m.context} tokens of context (means)"),
+        ] if len(timeline.events) else [("steps", "none")]),
         ("events", f"{len(timeline.events):,}, {sum(m.overflow):,} lost"),
         ("clock", f"{m.alignment.clock}; off a straight line by {drift:,.0f} ns at most{hop}"),
     ]  # fmt: skip
-
-
-def _notes(timeline: Timeline, a: Analysis | None) -> list[str]:
-    """What a reader must know before believing the figures."""
-    lost = [f"worker {w}: {n:,}" for w, n in enumerate(timeline.meta.overflow) if n]
-    out = []
-    if lost:
-        out.append(
-            f"Events were lost because a ring was full ({', '.join(lost[:8])}{', ...' if len(lost) > 8 else ''}). "
-            "Steps with a missing event are left out of all figures."
-        )
-    if a is None:
-        return out
-    if a.graph.late:
-        out.append(
-            f"{a.graph.late} records of the typical step went on before what they waited for was published, by these "
-            "clocks: their alignment is no better than that."
-        )
-    ceiling = a.rates.ceiling
-    if 0 < ceiling.gbps < a.rates.mean_gbps:
-        out.append(
-            f"Reading was faster than the ceiling of {ceiling.gbps:,.0f} GB/s ({ceiling.source}): that figure is not "
-            "this machine's, or weights were in a cache."
-        )
-    return [*out, a.no_prediction]
 
 
 # ---------------------------------------------------------------------------------------------- figures
@@ -160,7 +137,7 @@ def _figures(a: Analysis) -> list[tuple[str, str, str]]:
          f"{a.rates.stream_bytes / 1e6:,.1f} MB a step; ceiling {a.rates.ceiling.gbps:,.0f} GB/s"),
         ("floor", f"{a.rates.floor_ns / 1e3:,.1f} us", "the step's bytes at the ceiling"),
         ("hops on the critical path", f"{hop / max(1, a.step.length):.0%}", f"{hop / 1e3:,.1f} us"),
-        ("most to gain", best.what, f"free, it saves {best.saved / 1e3:,.1f} us of the step"),
+        ("operator with most to gain", best.what, f"free, it saves {best.saved / 1e3:,.1f} us of the step"),
     ]  # fmt: skip
     if a.prediction:
         p = a.prediction

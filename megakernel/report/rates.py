@@ -40,9 +40,9 @@ class Rates:
 
 
 def ceiling_of(timeline: Timeline, measured_gbps: float | None = None) -> Ceiling:
-    """A measured rate where there is one, else what the target says."""
-    if measured_gbps:
-        return Ceiling(measured_gbps, "measured: a plain read of the same bytes")
+    """A measured rate where there is one, given or in the timeline, else what the target says."""
+    if measured := measured_gbps or timeline.meta.ceiling_gbps:
+        return Ceiling(measured, "measured: a plain read of the same bytes")
     target = TARGETS.get(timeline.meta.target)
     return Ceiling(target.stream_gbps, f"target {target.name}: {target.source}") if target else Ceiling(0.0, "unknown")
 
@@ -53,6 +53,9 @@ def rates(timeline: Timeline, step: Step, ceiling: Ceiling, bins: int = 200) -> 
     readers = readers[readers["step"] == step.number]
     begin, end = reading_time(readers)
     nbytes = stream_bytes(timeline, readers)
+    if len(readers):  # tiles that had nothing to read may be left out: the others have read all of it
+        ran = np.bincount(readers["node"], readers["tile_count"], len(timeline.nodes))
+        nbytes *= (np.array([n.tiles for n in timeline.nodes]) / np.maximum(ran, 1))[readers["node"]]
     borders = np.linspace(min(step.begin, int(begin.min(initial=step.begin))), step.end, bins + 1)
     length = np.maximum(end - begin, 1.0)
     read = np.array([(nbytes * np.clip((t - begin) / length, 0, 1)).sum() for t in borders])
@@ -77,6 +80,8 @@ def stream_bytes(timeline: Timeline, events: Events) -> Floats:
 
 
 def reading_time(events: Events) -> tuple[Floats, Floats]:
-    """When each event reads: from ready until its work is done."""
+    """When each event reads: from ready until its work is done. A producer's ready is when it had the last stage that
+    it waited for; it has read since its start, as fast as there was room."""
     end = np.where(events["end"] >= events["ready"], events["end"], finish(events).astype("u8"))
-    return events["ready"].astype(np.float64), end.astype(np.float64)
+    begin = np.where(events["role"] == Role.PRODUCER, events["start"], events["ready"])
+    return begin.astype(np.float64), end.astype(np.float64)

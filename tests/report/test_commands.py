@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megakernel import cli
+from megakernel.report.commands import names_of
 from megakernel.scheduler.calibration import Calibration
 from tests.report.test_fit import noisy, recorded
 
@@ -67,6 +68,20 @@ def test_compare_prints_what_changed(tmp_path: Path) -> None:
     assert "yes" in row and "+" in row
     (said,) = lines(run("profile", "--compare", a, b, "--json"))
     assert {c["name"] for c in said["changes"] if c["kind"] == "operator" and c["changed"]} >= {"layer 1 gate_up"}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "names"),
+    [
+        ("x/a.json", "x/b.json", ("a.json", "b.json")),
+        ("x/timeline.json", "y/timeline.json", ("x/timeline.json", "y/timeline.json")),
+        ("/1/p/timeline.json", "/2/p/timeline.json", ("1/p/timeline.json", "2/p/timeline.json")),
+        ("timeline.json", "/old/timeline.json", ("timeline.json", "old/timeline.json")),
+        ("t.json", "t.json", ("t.json (A)", "t.json (B)")),
+    ],
+)
+def test_compared_files_are_told_apart(a: str, b: str, names: tuple[str, str]) -> None:
+    assert names_of(Path(a), Path(b)) == names
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,8 @@ def test_few_steps_give_no_verdict() -> None:
     c = compare(noisy(1, steps=5), noisy(2))
     assert all(x.low is None and not x.changed for x in c.changes)
     assert any("A has 5 steps" in note for note in c.notes)
+    alone = compare(noisy(1, steps=1), noisy(2))  # no step follows another, so there is no hop of a header
+    assert not [x.name for x in alone.changes if x.changed] and any(x.a_us is None for x in alone.changes)
 
 
 def test_what_else_differs_is_said() -> None:

@@ -17,7 +17,7 @@ from megakernel.report.graph_build import graph_of
 from megakernel.report.hops import HEADER, histogram, hops
 from megakernel.report.lookahead import lookahead
 from megakernel.report.operators import imbalance, roofline
-from megakernel.report.rates import Ceiling, ceiling_of, rates
+from megakernel.report.rates import Ceiling, ceiling_of, rates, reading_time
 from megakernel.report.steps import row_names, steps_of, typical
 from megakernel.scheduler.calibration import Calibration
 from megakernel.scheduler.schedule import Entry, Schedule, Wait
@@ -64,6 +64,33 @@ def test_rates_add_up_to_the_bytes_of_the_step() -> None:
     assert r.floor_ns == pytest.approx(total / 4.0)
 
 
+def test_bytes_of_tiles_that_were_left_out_are_read_by_the_others() -> None:
+    line = split(recorded())
+    step = typical(steps_of(line))
+    readers = np.flatnonzero((line.events["role"] == Role.PRODUCER) & (line.events["step"] == step.number))
+    node = line.events["node"][readers]
+    several = [i for i in readers if (node == line.events["node"][i]).sum() > 1]
+    fewer = replace(line, events=np.delete(line.events, several[0]))
+    whole, part = (rates(t, step, Ceiling(4.0, "test")) for t in (line, fewer))
+    assert part.stream_bytes == pytest.approx(whole.stream_bytes) == sum(n.stream_bytes for n in line.nodes)
+    left, right = ({o.operator: o.intensity for o in roofline(t, steps_of(t)).operators} for t in (line, fewer))
+    assert left == right
+
+
+def test_a_producer_reads_from_its_start() -> None:
+    """Its ready is near its end where a record is larger than the ring: that is no time in which all of it was read."""
+    line = split(recorded())
+    late = line.events.copy()
+    producers = late["role"] == Role.PRODUCER
+    for moment in ("ready", "first_data"):
+        late[moment][producers] = late["end"][producers]
+    early, tail = ({o.operator: o.gbps for o in roofline(t, steps_of(t)).operators}
+                   for t in (line, replace(line, events=late)))  # fmt: skip
+    assert early == pytest.approx(tail)
+    begin, end = reading_time(late[producers])
+    assert (begin == late["start"][producers]).all() and (end == late["end"][producers]).all()
+
+
 def test_rates_of_a_chain_by_hand() -> None:
     """4,000 bytes in 4,250 ns, a hop, 2,000 bytes in 2,250 ns: in seven parts of a microsecond."""
     line = timeline_of(chain(), PLAIN)
@@ -106,6 +133,16 @@ def test_roofline_by_hand() -> None:
     assert found["wide"].gflops == pytest.approx(2 * found["wide"].gbps)
     assert found["wide"].share == pytest.approx((1250 + 2250 + 3250) / (3 * 3500))
     assert r.ceiling_gflops == 3 * 50.0
+
+
+def test_operations_are_those_of_all_rows() -> None:
+    alone = uneven()
+    events = alone.events.copy()
+    events["tile_begin"][events["role"] == Role.CONTROL] = 3
+    (one,), (three,) = (roofline(t, steps_of(t)).operators for t in (alone, replace(alone, events=events)))
+    assert three.gflops == pytest.approx(3 * one.gflops) and three.intensity == 3 * one.intensity
+    assert three.gbps == one.gbps and three.share == one.share, "weights are read once for all rows"
+    assert any("The steps compute 3 rows" in n for n in summary(replace(alone, events=events))["notes"])
 
 
 # ---------------------------------------------------------------------------------------------- look-ahead
@@ -199,8 +236,15 @@ def test_the_summary_says_what_the_analysis_found() -> None:
     assert parts + said["header_us"] + said["idle_us"] == pytest.approx(said["row_step_us"])
     assert sum(said["critical_path_us"].values()) == pytest.approx(said["step_us"])
     assert said["hops_us"]["counter"]["median"] == 0.5 and said["fault"] is None
+    parts = sum(sum(kinds.values()) for kinds in said["layers_us"].values())
+    assert parts + said["header_us"] + said["idle_us"] == pytest.approx(said["row_step_us"])
+    assert (
+        set(said["slack_us"]) == {n.name for n in line.nodes}
+        and min(s["least"] for s in said["slack_us"].values()) == 0
+    )
+    assert said["imbalance_us"] and said["roofline"] and said["lookahead"]["open_behind"] and said["notes"] == []
     nothing = summary(replace(line, events=line.events[:0]))
-    assert nothing["steps"] == 0 and "no complete step" in nothing["note"]
+    assert nothing["steps"] == 0 and "no complete step" in nothing["notes"][0]
 
 
 def test_the_picture_holds_the_steps_around_the_typical_one() -> None:

@@ -26,6 +26,7 @@ from megakernel.timeline import Timeline, TimelineFault
 from tests.fake_timeline import FIRST_STEP, cut, split, timeline_of
 from tests.report.browser import opened, started
 from tests.report.test_analysis import PLAIN, chain
+from tests.report.test_fit import noisy
 from tests.report.test_operators import recorded
 
 
@@ -99,6 +100,7 @@ def test_names_cannot_end_the_script_that_holds_them() -> None:
 )
 def test_every_timeline_has_a_page(make: Any) -> None:
     assert payload(make())["timeline"]["events"]["count"] == len(make().tasks)
+    assert (("steps", "none") in payload(make())["facts"]) == (not len(make().events))
 
 
 def test_lost_events_and_a_ceiling_that_is_too_low_are_said() -> None:
@@ -106,6 +108,26 @@ def test_lost_events_and_a_ceiling_that_is_too_low_are_said() -> None:
     made = payload(replace(line, meta=replace(line.meta, overflow=(0, 5, 0, 0))), ceiling_gbps=0.5)
     assert any("worker 1: 5" in n for n in made["notes"]) and any("faster than the ceiling" in n for n in made["notes"])
     assert payload(line)["notes"] == []
+
+
+def test_workers_that_had_to_wait_for_a_core_are_said() -> None:
+    made = payload(noisy(1, steps=8, hop_us=12.0))
+    assert any("A hop by counter took 12.0 us at the median, where 0.3 us are usual" in n for n in made["notes"])
+    assert payload(noisy(1, steps=8, hop_us=0.7))["notes"] == []
+
+
+def test_the_measured_ceiling_is_in_the_timeline() -> None:
+    """A page that is written again from the file has the same ceiling."""
+    line = recorded()
+    measured = replace(line, meta=replace(line.meta, ceiling_gbps=123.0))
+    again = Timeline.from_json(measured.to_json())
+    assert (
+        payload(again)["analysis"]["rates"]["ceiling"] == 123.0
+        and payload(line)["analysis"]["rates"]["ceiling"] == 20.0
+    )
+    older = json.loads(line.to_json())
+    del older["meta"]["ceiling_gbps"]
+    assert Timeline.from_json(json.dumps(older)).meta == line.meta
 
 
 # ---------------------------------------------------------------------------------------------- in a browser

@@ -91,7 +91,19 @@ def damaged(change: Callable[[dict[str, Any]], object]) -> str:
         (damaged(lambda r: r["meta"].update(more=1)), "misses or adds a field"),
         (damaged(lambda r: r["events"].pop("start")), "events: columns start"),
         (damaged(lambda r: r["events"]["start"].pop()), r"events: columns of \[4, 5\] rows"),
-        (damaged(lambda r: r["events"]["worker"].__setitem__(0, -1)), "misses or adds a field"),
+        (damaged(lambda r: r["events"]["worker"].__setitem__(0, -1)), "has a value that none has"),
+        (damaged(lambda r: r["events"]["worker"].__setitem__(0, 2)), "worker 2 of 2 workers"),
+        (damaged(lambda r: r["events"]["role"].__setitem__(0, 99)), "role 99"),
+        (damaged(lambda r: r["events"]["ready"].__setitem__(0, 4)), "event 0: start 5, ready 4"),
+        (damaged(lambda r: r["events"]["longest_wait"].__setitem__(0, 1 << 63)), "longest_wait 9223372036854775808"),
+        (damaged(lambda r: r["nodes"][1].update(layer=[])), r"node 1: layer: expected int, got '\[\]'"),
+        (damaged(lambda r: r["nodes"][1].update(flops=float("inf"))), "node 1: flops: expected float, got 'inf'"),
+        (damaged(lambda r: r["nodes"][1].update(fields=3)), "node 1: fields: expected Mapping"),
+        (damaged(lambda r: r["nodes"][0].update(name=True)), "node 0: name: expected str, got 'True'"),
+        (damaged(lambda r: r["meta"].update(overflow="xy")), "meta: overflow: expected tuple"),
+        (damaged(lambda r: r["meta"].update(overflow=[1])), "overflow of 1 workers, there are 2"),
+        (damaged(lambda r: r["meta"]["alignment"].update(clock_hz=None)), "alignment: clock_hz: expected float"),
+        pytest.param('{"a":' * 100_000, "is not a timeline", id="nested"),
         (damaged(lambda r: r["events"]["node"].__setitem__(0, 2)), "node 2 of 2 nodes"),
         (damaged(lambda r: r["edges"]["producer"].__setitem__(0, 9)), "producer 9 of 2 nodes"),
     ],
@@ -103,6 +115,21 @@ def test_a_file_that_cannot_be_read(text: str, words: str, tmp_path: Path) -> No
         Timeline.load(path)
     result = CliRunner().invoke(cli.app, ["profile", str(path), "-o", str(tmp_path / "out"), "--json"])
     assert result.exit_code == 1 and json.loads(result.stdout)["error"] == "TimelineError"
+
+
+def test_wherever_a_file_is_cut_it_is_called_truncated() -> None:
+    text = made().to_json().replace('"a device"', '"a \\u0064evice"')
+    for end in range(1, len(text)):
+        with pytest.raises(TimelineError, match="is truncated: it ends after"):
+            Timeline.from_json(text[:end])
+
+
+def test_a_step_is_complete_when_all_its_tiles_are_there() -> None:
+    """Not when it has as many events as the fullest: all may have lost some."""
+    whole = made()
+    lost = (whole.events["role"] == Role.CONSUMER) & (whole.events["node"] == 1)
+    assert whole.complete_steps == (7,)
+    assert replace(whole, events=whole.events[~lost]).complete_steps == ()
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
@@ -210,6 +237,17 @@ def test_the_perfetto_trace(tmp_path: Path) -> None:
     assert sum(change for _, change in ring_changes(made(), 0)) == 0
 
 
+def test_a_ring_never_shows_more_bytes_than_it_has(tmp_path: Path) -> None:
+    """A record may stream many times the ring: it is taken away while it still comes."""
+    pytest.importorskip("perfetto")
+    small = replace(made(), meta=replace(made().meta, ring_bytes=100))
+    asked = [(t, n) for t, n in ring_changes(small, 0) if n > 0]
+    assert len(asked) == 40 and {n for _, n in asked} == {25.0} and 10 <= asked[0][0] < asked[-1][0] <= 28
+    packets = read_trace(write_perfetto(small, tmp_path / "t.pftrace")).packet
+    counters = [p.track_event.counter_value for p in packets if p.track_event.type == p.track_event.TYPE_COUNTER]
+    assert max(counters) <= 2 * 100 and counters[-1] == 0 and sorted(counters)[len(counters) // 2] > 0
+
+
 def test_a_fault_is_an_instant_of_the_trace(tmp_path: Path) -> None:
     trace = read_trace(write_perfetto(made(cut=True), tmp_path / "t.pftrace"))
     instants = [p for p in trace.packet if p.HasField("track_event") and p.track_event.type == 3]
@@ -223,6 +261,24 @@ def test_the_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytes
     assert Timeline.load(tmp_path / "out" / "timeline.json").steps == (7,), "what was recorded is not lost"
 
 
+def test_where_files_go_is_looked_at_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    profile.check_folder(tmp_path / "new" / "folder")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TimelineError, match="is a file; choose another --output"):
+            profile.check_folder(output)
+        result = CliRunner().invoke(cli.app, ["profile", "there is no such model", "-o", str(output), "--json"])
+        assert result.exit_code == 1 and "choose another --output" in json.loads(result.stdout)["message"]
+
+
+def test_without_a_complete_step_there_is_no_time_of_one(tmp_path: Path) -> None:
+    pytest.importorskip("perfetto")
+    path = made(cut=True).save(tmp_path / "t.json")
+    result = CliRunner().invoke(cli.app, ["profile", str(path), "-o", str(tmp_path / "out"), "--json"])
+    facts = json.loads(result.stdout.splitlines()[0])
+    assert facts["step_us"] is None and facts["operators"] == [] and facts["fault"] == "wait budget: of logits"
+
+
 def test_the_command_reads_a_timeline_again(tmp_path: Path) -> None:
     pytest.importorskip("perfetto")
     path = made().save(tmp_path / "t.json")
@@ -231,7 +287,7 @@ def test_the_command_reads_a_timeline_again(tmp_path: Path) -> None:
         return CliRunner().invoke(cli.app, ["profile", str(path), "-o", str(tmp_path / "out"), *more])
 
     facts = json.loads(run("--json").stdout)
-    assert facts["step_us"] == 0.19 and facts["events"] == 5 and facts["events_lost"] == 3 and facts["fault"] is None
+    assert facts["step_us"] == 0.16 and facts["events"] == 5 and facts["events_lost"] == 3 and facts["fault"] is None
     glu = facts["operators"][0]
     assert glu == {"operator": "glu", "records": 1, "work_us": 0.035, "wait_us": 0.0025, "data_us": 0.0025}
     assert (tmp_path / "out" / "timeline.pftrace").exists()

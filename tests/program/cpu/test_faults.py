@@ -75,7 +75,7 @@ def test_logits_that_are_not_numbers_are_a_fault(opened: Open) -> None:
         return old
 
     old = llm.engine.exclusive(lambda runtime: poison(runtime, np.array([np.nan], np.float32)))
-    with pytest.raises(DeviceFault, match=r"nan logits.*sample"):
+    with pytest.raises(DeviceFault, match=r"nan logits.*sample.*, slot 0, position \d+; record"):
         llm.generate([ids], SamplingParams(max_tokens=5))
     llm.engine.exclusive(lambda runtime: poison(runtime, old))
     assert llm.generate([ids], greedy(5))[0].token_ids == want

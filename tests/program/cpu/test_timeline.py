@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from megakernel import recording
-from megakernel.errors import DeviceFault, TimelineError
+from megakernel.errors import DeviceFault, InvalidRequest, TimelineError
 from megakernel.llm import LLM
 from megakernel.perfetto_file import arrows
-from megakernel.profile import record
+from megakernel.profile import check_range, record
 from megakernel.recording import Recorder
-from megakernel.request import Request
+from megakernel.request import Completion, Request
 from megakernel.sampling import SamplingParams
 from megakernel.scheduler.dependencies import edges as every_edge
 from megakernel.settings import Settings
@@ -171,7 +171,24 @@ def test_overflow_is_counted_and_the_newest_are_kept(traced: LLM, monkeypatch: p
     check(timeline, traced)
 
 
-def test_steps_of_a_recording(traced: LLM, tmp_path: Path) -> None:
+def test_a_recording_that_is_stopped_has_the_steps_until_then(traced: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(request: Request) -> Completion:
+        for seen, _ in enumerate(request):
+            if seen == 40:
+                break
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Request, "result", interrupted)
+    timeline = record(traced, steps=400, context=4)
+    assert 0 < len(timeline.complete_steps) == len(timeline.steps) < 400
+    check(timeline, traced)
+    with pytest.raises(KeyboardInterrupt):  # nothing was recorded yet
+        record(traced, steps=2, context=4, warm=80)
+    traced.start_recording(1)
+    traced.stop_recording()
+
+
+def test_steps_of_a_recording(traced: LLM, tiny: Path, cache: Path, tmp_path: Path) -> None:
     timeline = record(traced, steps=5, context=4)
     first, last = timeline.meta.first_step, timeline.meta.last_step
     part = timeline.of_steps(first + 1, first + 2)
@@ -179,6 +196,15 @@ def test_steps_of_a_recording(traced: LLM, tmp_path: Path) -> None:
     for low, high in ((first - 1, last), (first, last + 1), (last, first), (last + 1, last + 1)):
         with pytest.raises(TimelineError, match=f"steps {low} to {high}: this timeline has steps {first} to {last}"):
             timeline.of_steps(low, high)
+    with LLM(
+        tiny, settings=Settings(cache=cache), dtype="f32", workers=3, max_context=600, max_slots=2, trace=True
+    ) as new:
+        begin = -(-4 // new.program.manifest.max_rows) + 9
+        for wrong in (f"{begin - 1}:{begin}", f"{begin}:{begin + 5}", f"{begin + 1}:{begin}"):
+            with pytest.raises(InvalidRequest, match=f"are numbers {begin} to {begin + 4}; give a range inside them"):
+                check_range(new, wrong, 5, 4)
+        check_range(new, f"{begin}:{begin + 4}", 5, 4)
+        assert record(new, steps=5, context=4).steps == tuple(range(begin, begin + 5))
     again = Timeline.load(part.save(tmp_path / "part.json"))
     assert (again.events == part.events).all() and again.meta == part.meta and again.nodes == part.nodes
 
