@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,17 +12,13 @@ from megakernel.device import cpu
 from megakernel.device.cpu import CpuDevice, CpuExecutable
 from megakernel.device.cuda_compiler import DEFAULTS, Tunables, compile_flags
 from megakernel.device.device import KernelSource
+from megakernel.device.hip_compiler import find_compiler
 from megakernel.errors import BuildError
 from megakernel.target import Target, find_target
+from tests.hip.emulated import host_command
 
 HERE = Path(__file__).parent
 HEADERS = ("before.h", "after.h", "include/megakernel/device/cuda_ptx.h")
-
-
-def host_compiler() -> str | None:
-    """A clang: the kernel's lambdas and builtins are not g++'s."""
-    names = ("clang++", *(f"clang++-{n}" for n in range(24, 15, -1)))
-    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def host_flags(target: Target, chaos: bool, tunables: Tunables) -> Sequence[str]:
@@ -45,18 +40,15 @@ class EmulatedCuda(CpuDevice):
 
     def compiler_id(self, target: Target) -> str:
         headers = "".join((HERE / name).read_text() for name in HEADERS)
-        return " ".join((str(host_compiler()), *host_flags(target, False, self._tunables), headers))
+        return " ".join((find_compiler().version, *host_flags(target, False, self._tunables), headers))
 
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
-        compiler = host_compiler()
-        if compiler is None:
-            raise BuildError("no clang++ in PATH")
         work = output.parent
         (work / "kernel.cpp").write_text(f'{source.text}\n#include "{HERE / "after.h"}"\n')
         for name, text in source.headers.items():
             (work / name).write_text(text)
         line = [
-            compiler, *host_flags(source.target, source.chaos, self._tunables), "-O1", "-fPIC", "-shared", "-pthread",
+            *host_command(find_compiler()), *host_flags(source.target, source.chaos, self._tunables), "-O1", "-fPIC", "-shared", "-pthread",
             "-mfma", "-mf16c", "-ffp-contract=off", "-w", "-fdelayed-template-parsing", "-include", str(HERE / "before.h"), f"-I{HERE / 'include'}",
             f"-I{work}", f"-I{include}", str(work / "kernel.cpp"), "-o", str(output),
         ]  # fmt: skip
