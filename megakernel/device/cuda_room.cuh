@@ -181,7 +181,7 @@ MK_DEVICE bool gives(const abi::StepHeader& h) {
 
 // Whether the step at work was announced to have several rows, or comes behind one that was and has left values to clear.
 MK_DEVICE bool was_announced() {
-  if constexpr (!kRooms) return false;
+  if constexpr (!kRooms && !kWide) return false;
   return block().header[own_state().step & 1].widened != 0;
 }
 

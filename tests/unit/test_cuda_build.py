@@ -137,6 +137,8 @@ def test_only_a_kernel_with_room_for_many_rows_has_wide_products(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "sm_90a"])
 def test_wide_steps_compile_for_every_target(name: str) -> None:
+    """And have products of their own, also where the ring is too short for a room."""
+    assert _functions(built(name, rows=64)[0], ("consume_wideI", "produce_wideI", "pack_rowsI", "clear_wideI"))
     used = [int(n) for n in re.findall(r"Used (\d+) registers", built(name, rows=64)[1])]
     assert used and max(used) <= REGISTERS
 
