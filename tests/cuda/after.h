@@ -15,6 +15,8 @@ struct Host {
   megakernel::abi::KernelArgs args;
 };
 
+inline uint32_t missing = 0;  // blocks that never start, the last ones
+
 struct Start {
   Host* host;
   uint32_t index;
@@ -62,7 +64,7 @@ inline bool wait_end(Host* host, int64_t timeout_ns) {
     nanosleep(&nap, nullptr);
   }
   if (host->threads) {
-    for (uint32_t i = 0; i < host->workers; ++i) pthread_join(host->threads[i], nullptr);
+    for (uint32_t i = 0; i < host->workers - missing; ++i) pthread_join(host->threads[i], nullptr);
     delete[] host->threads;
     host->threads = nullptr;
   }
@@ -73,14 +75,15 @@ inline bool wait_end(Host* host, int64_t timeout_ns) {
 
 #define EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
 
+EMULATOR_EXPORT void mk_leave_out(uint32_t count) { emulator::missing = count; }
 EMULATOR_EXPORT uint64_t mk_emulated_abi() { return mk_abi_hash; }
 EMULATOR_EXPORT void* mk_open(uint32_t workers) { return new emulator::Host{workers}; }
 EMULATOR_EXPORT void mk_launch(void* raw, const megakernel::abi::KernelArgs* args) {
   auto* host = static_cast<emulator::Host*>(raw);
   host->args = *args;
-  host->active = host->workers;
+  host->active = host->workers - emulator::missing;
   host->threads = new pthread_t[host->workers];
-  for (uint32_t i = 0; i < host->workers; ++i) {
+  for (uint32_t i = 0; i < host->workers - emulator::missing; ++i) {
     pthread_create(&host->threads[i], nullptr, emulator::run_group, new emulator::Start{host, i});
   }
 }

@@ -35,6 +35,9 @@ struct Group {
   Meeting all{kLanes}, warp[kLanes / kWarp];
   uint64_t word[kLanes];
   uint32_t a[kLanes][4], b[kLanes][2];
+  const uint32_t* phase[kLanes];  // of a barrier that a lane asks about, together with its warp
+  uint32_t parity[kLanes];
+  bool over[kLanes];  // the answer, the same moment for all: lanes of a warp go the same way
 };
 
 inline thread_local Group* group;
@@ -64,6 +67,14 @@ inline void give_way() {
 }
 
 inline void pass(Meeting& m) {
+  Group& g = *group;
+  if (&m != &g.all) {
+    const uint32_t first = uint32_t(&m - g.warp) * kWarp;
+    for (uint32_t i = first; i < first + kWarp; ++i) {
+      if (g.phase[i]) g.over[i] = *g.phase[i] != g.parity[i];
+      g.phase[i] = nullptr;
+    }
+  }
   m.arrived = 0;
   ++m.turn;
 }
@@ -93,6 +104,15 @@ inline Meeting& own_warp() { return group->warp[group->current / kWarp]; }
     if (ready(g, to)) go_on(g, to);
   }
   abort();
+}
+
+// Whether the phase of that parity is over. By all lanes of a warp.
+inline bool is_over(const uint32_t* phase, uint32_t parity) {
+  Group& g = *group;
+  const uint32_t own = g.current;
+  g.phase[own] = phase, g.parity[own] = parity;
+  meet(own_warp());
+  return g.over[own];
 }
 
 // What every lane of the warp gave: f(lane of the warp) is its word.

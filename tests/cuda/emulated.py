@@ -18,6 +18,9 @@ from megakernel.target import Target, find_target
 from tests.hip.emulated import host_command
 
 HERE = Path(__file__).parent
+FLAGS = (
+    "-O1", "-fPIC", "-shared", "-pthread", "-mfma", "-mf16c", "-ffp-contract=off", "-w", "-fdelayed-template-parsing",
+)  # fmt: skip
 HEADERS = ("before.h", "after.h", "include/megakernel/device/cuda_ptx.h")
 
 
@@ -33,14 +36,20 @@ class EmulatedCuda(CpuDevice):
         self.name = f"emulated-{target}"
         self._emulated = replace(find_target(target), workers=workers)
         self._tunables = tunables
+        self._library: ctypes.CDLL | None = None
 
     @property
     def target(self) -> Target:
         return self._emulated
 
+    def leave_out(self, count: int) -> None:
+        """The last `count` blocks never start."""
+        assert self._library is not None, "nothing has been loaded"
+        self._library.mk_leave_out(count)
+
     def compiler_id(self, target: Target) -> str:
         headers = "".join((HERE / name).read_text() for name in HEADERS)
-        return " ".join((find_compiler().version, *host_flags(target, False, self._tunables), headers))
+        return " ".join((find_compiler().version, *host_flags(target, False, self._tunables), *FLAGS, headers))
 
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
         work = output.parent
@@ -48,9 +57,9 @@ class EmulatedCuda(CpuDevice):
         for name, text in source.headers.items():
             (work / name).write_text(text)
         line = [
-            *host_command(find_compiler()), *host_flags(source.target, source.chaos, self._tunables), "-O1", "-fPIC", "-shared", "-pthread",
-            "-mfma", "-mf16c", "-ffp-contract=off", "-w", "-fdelayed-template-parsing", "-include", str(HERE / "before.h"), f"-I{HERE / 'include'}",
-            f"-I{work}", f"-I{include}", str(work / "kernel.cpp"), "-o", str(output),
+            *host_command(find_compiler()), *host_flags(source.target, source.chaos, self._tunables), *FLAGS,
+            "-include", str(HERE / "before.h"), f"-I{HERE / 'include'}", f"-I{work}", f"-I{include}",
+            str(work / "kernel.cpp"), "-o", str(output),
         ]  # fmt: skip
         done = subprocess.run(line, capture_output=True, text=True, timeout=600)
         if done.returncode != 0:
@@ -61,4 +70,5 @@ class EmulatedCuda(CpuDevice):
         library.mk_emulated_abi.restype = ctypes.c_uint64
         assert library.mk_emulated_abi() == abi_hash
         cpu._declare(library)
+        self._library = library
         return CpuExecutable(library, target.workers)

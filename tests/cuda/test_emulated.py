@@ -1,7 +1,7 @@
-"""The kernel for CUDA, run on the host: the logits of the interpreter, and the same tokens alone and in a batch.
+"""The kernel for CUDA on the host: logits of the interpreter, the same tokens alone and in a batch.
 
-An index, a fragment's order, a barrier that nobody completes or a sum that depends on the batch shows here, in the two ways
-through a product (one row, several) and the three that its input can come. Caches and fences are not imitated.
+An index, a fragment's order, a barrier that nobody completes or a sum that depends on the batch shows here, whether
+a step has one row or several. Caches and fences are not imitated.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ LLAMA: Mapping[str, Any] = {
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "hidden_act": "silu",
 }  # fmt: skip
+ONE_LAYER: Mapping[str, Any] = {**LLAMA, "num_hidden_layers": 1}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "one unit": LLAMA,
-    # Of more than 8 rows an input of three units does not fit the room, and each worker has many blocks of tiles: it passes
-    # through again and again.
-    "three units": {**LLAMA, "hidden_size": 2304, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
+    # Of more than 8 rows an input of three units does not fit the room, and each worker has many blocks of tiles: it
+    # passes through again and again.
+    "three units": {
+        **LLAMA, "hidden_size": 2304, "intermediate_size": 160, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32,
+    },
     "units of 1,024 columns": {**LLAMA, "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1},
     "heads of 96, padded units": {
         **LLAMA, "num_hidden_layers": 1, "num_attention_heads": 6, "head_dim": 96, "intermediate_size": 1184,
@@ -57,53 +61,66 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulated-cuda")
 
 
-@pytest.mark.parametrize("shape", sorted(SHAPES))
+SLOW = ("one unit", "units of 1,024 columns")  # what they have others have, in the default run
+
+
+@pytest.mark.parametrize("shape", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in sorted(SHAPES)])
 def test_logits_and_batches(shape: str, cache: Path) -> None:
-    """A prompt in steps of 16 rows and one row at a time; three sequences together and alone."""
-    run, graph, weights = opened(SHAPES[shape], cache, 3)
-    ids = prompts(run.manifest.vocab, (20,))[0]
+    """A prompt in a step of 11 rows, and a row; sequences together and alone."""
+    run, graph, weights = opened(SHAPES[shape], cache, 2)
+    ids = prompts(run.manifest.vocab, (12,))[0]
     try:
-        got = forced_logits(run, ids, 17)
-        given = prompts(run.manifest.vocab, (5, 3, 1))
-        together = generate(run, given, 3)
-        assert together == [generate(run, [p], 3)[0] for p in given]
+        got = forced_logits(run, ids, 10)
+        given = prompts(run.manifest.vocab, (8, 1))
+        together = generate(run, given, 2)
+        assert together == [generate(run, [p], 2)[0] for p in given]
     finally:
         run.close()
-    want = graph.interpret(weights, ids)["logits"].numpy()[17:]
+    want = graph.interpret(weights, ids)["logits"].numpy()[10:]
     error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
     assert error.max() < 0.02, error
 
 
-@pytest.mark.parametrize("options", [{"chaos": True}, {"max_rows": 64}, {"max_rows": 64, "chaos": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_rows": 64, "chaos": True},
+        pytest.param({"max_rows": 64}, marks=pytest.mark.slow),
+        pytest.param({"chaos": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_same_tokens_with_delays_and_in_wide_steps(options: dict[str, Any], cache: Path) -> None:
     tokens = []
     for changed in ({}, options):
-        run = opened(LLAMA, cache, 2, **changed)[0]
+        run = opened(ONE_LAYER, cache, 2, **changed)[0]
         run.chaos_seed = 7
         try:
-            tokens.append(generate(run, prompts(run.manifest.vocab, (70, 3)), 3))
+            tokens.append(generate(run, prompts(run.manifest.vocab, (66, 3)), 2))
         finally:
             run.close()
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("workers", [1, 5])
+@pytest.mark.parametrize("workers", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_same_tokens_on_any_number_of_workers(workers: int, cache: Path) -> None:
     tokens = []
     for count in (2, workers):
-        run = opened(LLAMA, cache, count)[0]
+        run = opened(ONE_LAYER, cache, count)[0]
         try:
-            tokens.append(generate(run, prompts(run.manifest.vocab, (18, 3)), 3))
+            tokens.append(generate(run, prompts(run.manifest.vocab, (18, 3)), 2))
         finally:
             run.close()
     assert tokens[0] == tokens[1]
 
 
-def test_a_lost_signal_is_a_fault(cache: Path) -> None:
-    run = opened(LLAMA, cache, 2, chaos=True)[0]
-    run.spin_budget_ns, run.drop_signal = 2_000_000_000, 0
+def test_a_worker_that_never_starts_is_a_fault(cache: Path) -> None:
+    """Nothing is waited for without end."""
+    run = opened(ONE_LAYER, cache, 2)[0]
+    run.spin_budget_ns = 1_000_000_000
+    run.device.leave_out(1)
     try:
-        with pytest.raises(DeviceFault, match="budget"):
-            generate(run, prompts(run.manifest.vocab, (3,)), 3)
+        with pytest.raises(DeviceFault, match=r"budget|roll"):
+            generate(run, prompts(run.manifest.vocab, (3,)), 2)
     finally:
         run.close()

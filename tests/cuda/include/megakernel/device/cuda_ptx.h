@@ -37,10 +37,16 @@ inline bool arrives() { return threadIdx.x % 32 == 0; }
 inline void barrier_arrive_warp(uint64_t* barrier) {
   if (arrives()) barrier_arrive(barrier);
 }
-inline bool barrier_test(uint32_t barrier, uint32_t parity) { return at_shared<volatile Barrier>(barrier)->parity != parity; }
+inline bool barrier_test(uint32_t barrier, uint32_t parity) {
+  return emulator::is_over(&at_shared<Barrier>(barrier)->parity, parity);
+}
 inline bool barrier_try(uint32_t barrier, uint32_t parity) {
-  if (!barrier_test(barrier, parity)) emulator::give_way();
-  return barrier_test(barrier, parity);
+  if (barrier_test(barrier, parity)) return true;
+  // At the end of a launch lanes of the producer may part, as threads of a warp do not: one that has announced a copy waits
+  // for it, and nobody else is left.
+  if (emulator::own_warp().members == emulator::group->alive) emulator::end_lane();
+  emulator::give_way();
+  return false;
 }
 [[noreturn]] inline void end_thread() { emulator::end_lane(); }
 inline void barrier_wait(uint32_t barrier, uint32_t parity, uint32_t stop) {
