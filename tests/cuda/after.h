@@ -1,6 +1,5 @@
 // The host side of the emulated blocks, with the C functions that the CPU device calls: included after the kernel.
 #pragma once
-#include <sys/mman.h>
 
 namespace megakernel::dev {
 thread_local __attribute__((aligned(1024))) unsigned char mk_shared[MEGAKERNEL_SHARED_BYTES];
@@ -35,21 +34,7 @@ inline void* run_group(void* raw) {
   auto* g = new Group{};
   group = g;
   memset(megakernel::dev::mk_shared, 0xff, sizeof megakernel::dev::mk_shared);
-  g->index = start->index;
-  const uint32_t strides[] = {1, kLanes - 1, 77};
-  g->stride = strides[(start->index + launched->args.chaos_seed) % 3];
-  g->stacks = mmap(nullptr, size_t(kLanes) * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  for (Meeting& m : g->warp) m = {kWarp};
-  for (uint32_t i = 0; i < kLanes; ++i) {
-    getcontext(&g->lane[i]);
-    g->lane[i].uc_stack.ss_sp = static_cast<char*>(g->stacks) + size_t(i) * kStackBytes;
-    g->lane[i].uc_stack.ss_size = kStackBytes;
-    g->lane[i].uc_link = nullptr;
-    makecontext(&g->lane[i], run_lane, 0);
-  }
-  g->begun[0] = true;
-  swapcontext(&g->main, &g->lane[0]);
-  munmap(g->stacks, size_t(kLanes) * kStackBytes);
+  run(*g, start->index, launched->args.chaos_seed, run_lane);
   delete g;
   __atomic_sub_fetch(&launched->active, 1u, __ATOMIC_ACQ_REL);
   delete start;

@@ -5,35 +5,16 @@
 // caches are not imitated, so this proves indices, barriers and arithmetic, not fences.
 #pragma once
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <setjmp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-#include <ucontext.h>
+
 #include <initializer_list>
+
+#define EMULATOR_WAVE 32
+#define EMULATOR_LANES (15 * 32)
+#include "../emulator/fibers.h"
 
 namespace emulator {
 
-constexpr uint32_t kWarp = 32, kLanes = 15 * kWarp, kStackBytes = 128 * 1024;
-
-struct Meeting {  // where `members` lanes wait for each other
-  uint32_t members, arrived = 0;
-  uint64_t turn = 0;
-};
-
-struct Group {
-  ucontext_t main, lane[kLanes];  // how a lane begins
-  jmp_buf at[kLanes];             // where it went away: no system call to come back
-  void* stacks;
-  bool begun[kLanes], ended[kLanes];
-  const Meeting* waits[kLanes];  // where a lane waits, and the turn that it waits to see the end of
-  uint64_t turn[kLanes];
-  uint32_t current = 0, index = 0, alive = kLanes, stride = 1;  // odd: lanes take turns in an order of each group's own
-  Meeting all{kLanes}, warp[kLanes / kWarp];
-  uint64_t word[kLanes];
+struct Group : Fibers {
   uint32_t a[kLanes][4], b[kLanes][2];
   const uint32_t* phase[kLanes];  // of a barrier that a lane asks about, together with its warp
   uint32_t parity[kLanes];
@@ -42,76 +23,23 @@ struct Group {
 
 inline thread_local Group* group;
 
-inline bool ready(const Group& g, uint32_t lane) {
-  return !g.ended[lane] && (!g.waits[lane] || g.waits[lane]->turn != g.turn[lane]);
-}
-
-[[noreturn]] inline void go_on(Group& g, uint32_t to) {
-  g.current = to;
-  if (g.begun[to]) _longjmp(g.at[to], 1);
-  g.begun[to] = true;
-  setcontext(&g.lane[to]);
-  abort();
-}
-
-inline void give_way() {
+inline void before_pass(Meeting& m) {
   Group& g = *group;
-  const uint32_t from = g.current;
-  uint32_t to = from;
-  do {
-    to = (to + g.stride) % kLanes;
-    if (to == 0) sched_yield();
-  } while (!ready(g, to) && to != from);
-  if (to == from) return;
-  if (_setjmp(g.at[from]) == 0) go_on(g, to);
-}
-
-inline void pass(Meeting& m) {
-  Group& g = *group;
-  if (&m != &g.all) {
-    const uint32_t first = uint32_t(&m - g.warp) * kWarp;
-    for (uint32_t i = first; i < first + kWarp; ++i) {
-      if (g.phase[i]) g.over[i] = *g.phase[i] != g.parity[i];
-      g.phase[i] = nullptr;
-    }
+  if (&m == &g.all) return;
+  const uint32_t first = uint32_t(&m - g.wave) * kWave;
+  for (uint32_t i = first; i < first + kWave; ++i) {
+    if (g.phase[i]) g.over[i] = *g.phase[i] != g.parity[i];
+    g.phase[i] = nullptr;
   }
-  m.arrived = 0;
-  ++m.turn;
 }
-
-inline void meet(Meeting& m) {
-  const uint32_t own = group->current;
-  const uint64_t turn = m.turn;
-  if (++m.arrived == m.members) return pass(m);
-  group->waits[own] = &m;
-  group->turn[own] = turn;
-  while (m.turn == turn) give_way();
-  group->waits[own] = nullptr;
-}
-
-inline Meeting& own_warp() { return group->warp[group->current / kWarp]; }
-
-[[noreturn]] inline void end_lane() {
-  Group& g = *group;
-  g.ended[g.current] = true;
-  --g.alive;
-  Meeting* places[] = {&g.all, &own_warp()};
-  for (Meeting* m : places) {
-    if (--m->members != 0 && m->arrived == m->members) pass(*m);
-  }
-  if (g.alive == 0) setcontext(&g.main);
-  for (uint32_t to = 0; to < kLanes; ++to) {
-    if (ready(g, to)) go_on(g, to);
-  }
-  abort();
-}
+inline void lane_ends() {}
 
 // Whether the phase of that parity is over. By all lanes of a warp.
 inline bool is_over(const uint32_t* phase, uint32_t parity) {
   Group& g = *group;
   const uint32_t own = g.current;
   g.phase[own] = phase, g.parity[own] = parity;
-  meet(own_warp());
+  meet(own_wave());
   return g.over[own];
 }
 
@@ -119,11 +47,11 @@ inline bool is_over(const uint32_t* phase, uint32_t parity) {
 template <class F>
 uint64_t exchange(uint64_t word, F f) {
   Group& g = *group;
-  const uint32_t own = g.current, first = own / kWarp * kWarp;
+  const uint32_t own = g.current, first = own / kWave * kWave;
   g.word[own] = word;
-  meet(own_warp());
-  const uint64_t out = f([&](uint32_t lane) { return g.word[first + lane % kWarp]; });
-  meet(own_warp());
+  meet(own_wave());
+  const uint64_t out = f([&](uint32_t lane) { return g.word[first + lane % kWave]; });
+  meet(own_wave());
   return out;
 }
 
@@ -136,13 +64,13 @@ T shuffle(T v, uint32_t from) {
   memcpy(&v, &word, sizeof v);
   return v;
 }
-inline uint32_t lane() { return group->current % kWarp; }
+inline uint32_t lane() { return group->current % kWave; }
 
 template <class F>
 uint32_t reduce(uint32_t v, F f) {
   return uint32_t(exchange(v, [&](auto of) {
     uint32_t out = uint32_t(of(0));
-    for (uint32_t i = 1; i < kWarp; ++i) out = f(out, uint32_t(of(i)));
+    for (uint32_t i = 1; i < kWave; ++i) out = f(out, uint32_t(of(i)));
     return uint64_t(out);
   }));
 }
@@ -150,12 +78,6 @@ uint32_t reduce(uint32_t v, F f) {
 struct Index {
   uint32_t x;
 };
-
-inline uint64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec);
-}
 
 }  // namespace emulator
 
@@ -171,7 +93,7 @@ inline uint64_t now_ns() {
 #define __CUDA_ARCH__ 900
 #define threadIdx (emulator::Index{emulator::group->current})
 #define blockIdx (emulator::Index{emulator::group->index})
-#define __syncwarp(...) emulator::meet(emulator::own_warp())
+#define __syncwarp(...) emulator::meet(emulator::own_wave())
 #define __syncthreads() emulator::meet(emulator::group->all)
 #define __shfl_sync(mask, v, from) emulator::shuffle(v, uint32_t(from))
 #define __shfl_xor_sync(mask, v, distance) emulator::shuffle(v, emulator::lane() ^ uint32_t(distance))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,11 @@ from megakernel.device.cpu import CpuDevice, CpuExecutable
 from megakernel.device.cuda_compiler import DEFAULTS, Tunables, compile_flags
 from megakernel.device.device import KernelSource
 from megakernel.device.hip_compiler import find_compiler
-from megakernel.errors import BuildError
 from megakernel.target import Target, find_target
-from tests.hip.emulated import host_command
+from tests.emulator.build import compile_on_host, headers_of
 
 HERE = Path(__file__).parent
-FLAGS = (
-    "-O1", "-fPIC", "-shared", "-pthread", "-mfma", "-mf16c", "-ffp-contract=off", "-w", "-fdelayed-template-parsing",
-)  # fmt: skip
-HEADERS = ("before.h", "after.h", "include/megakernel/device/cuda_ptx.h")
+FLAGS = ("-ffp-contract=off", "-fdelayed-template-parsing")
 
 
 def host_flags(target: Target, chaos: bool, tunables: Tunables) -> Sequence[str]:
@@ -48,22 +43,12 @@ class EmulatedCuda(CpuDevice):
         self._library.mk_leave_out(count)
 
     def compiler_id(self, target: Target) -> str:
-        headers = "".join((HERE / name).read_text() for name in HEADERS)
+        headers = headers_of(HERE, "include/megakernel/device/cuda_ptx.h")
         return " ".join((find_compiler().version, *host_flags(target, False, self._tunables), *FLAGS, headers))
 
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
-        work = output.parent
-        (work / "kernel.cpp").write_text(f'{source.text}\n#include "{HERE / "after.h"}"\n')
-        for name, text in source.headers.items():
-            (work / name).write_text(text)
-        line = [
-            *host_command(find_compiler()), *host_flags(source.target, source.chaos, self._tunables), *FLAGS,
-            "-include", str(HERE / "before.h"), f"-I{HERE / 'include'}", f"-I{work}", f"-I{include}",
-            str(work / "kernel.cpp"), "-o", str(output),
-        ]  # fmt: skip
-        done = subprocess.run(line, capture_output=True, text=True, timeout=600)
-        if done.returncode != 0:
-            raise BuildError(done.stderr[-8000:])
+        flags = (*host_flags(source.target, source.chaos, self._tunables), *FLAGS)
+        compile_on_host(source, include, output, HERE, find_compiler(), flags)
 
     def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
         library = ctypes.CDLL(str(binary))

@@ -1,6 +1,5 @@
 // The host side of the emulated workgroups, with the C functions that the CPU device calls: included after the kernel.
 #pragma once
-#include <sys/mman.h>
 
 namespace emulator {
 
@@ -33,30 +32,14 @@ inline void* run_group(void* raw) {
   group = g;
   g->ring = (char*)megakernel::dev::lds.ring;
   g->random = launched->args.chaos_seed * 97 + start->index + 1;
-  g->index = start->index;
-  const uint32_t strides[] = {1, kLanes - 1, 77};
-  g->stride = strides[(start->index + launched->args.chaos_seed) % 3];
   g->arguments = &launched->args;
-  g->stacks = mmap(nullptr, size_t(kLanes) * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  for (Meeting& m : g->wave) m = {kWave};
-  for (uint32_t i = 0; i < kLanes; ++i) {
-    g->begun[i] = g->ended[i] = false;
-    g->waits[i] = nullptr;
-    getcontext(&g->lane[i]);
-    g->lane[i].uc_stack.ss_sp = static_cast<char*>(g->stacks) + size_t(i) * kStackBytes;
-    g->lane[i].uc_stack.ss_size = kStackBytes;
-    g->lane[i].uc_link = nullptr;
-    makecontext(&g->lane[i], run_lane, 0);
-  }
-  g->begun[0] = true;
-  swapcontext(&g->main, &g->lane[0]);
+  run(*g, start->index, launched->args.chaos_seed, run_lane);
   for (uint32_t i = 1; i < kLanes; ++i) {
     if (g->barriers[i] != g->barriers[0] && launched->args.fault && !*(const uint32_t*)launched->args.fault) {
       count(seen.uneven_barriers);
     }
     for (Counter& c : g->counter[i]) delete[] c.copy;
   }
-  munmap(g->stacks, size_t(kLanes) * kStackBytes);
   delete g;
   __atomic_sub_fetch(&launched->active, 1u, __ATOMIC_ACQ_REL);
   delete start;

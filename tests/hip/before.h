@@ -10,19 +10,14 @@
 // spoilt data, or starts a copy to a stage that is still read, which is counted as an error.
 #pragma once
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <setjmp.h>
-#include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-#include <ucontext.h>
+
+#define EMULATOR_WAVE MEGAKERNEL_WAVE
+#define EMULATOR_LANES (256 + MEGAKERNEL_COPIERS * MEGAKERNEL_WAVE)
+#include "../emulator/fibers.h"
 
 namespace emulator {
 
-constexpr uint32_t kWave = MEGAKERNEL_WAVE, kLanes = 256 + MEGAKERNEL_COPIERS * kWave, kStackBytes = 256 * 1024;
 constexpr uint32_t kStages = MEGAKERNEL_STAGES, kStageBytes = MEGAKERNEL_STAGE_BYTES;
 
 // What a test takes away: a wait of one kind, or one barrier of the copiers.
@@ -55,22 +50,8 @@ struct Counter {
 };
 enum CounterKind { kLoadCounter, kTensorCounter, kLdsCounter, kCounters };
 
-struct Meeting {  // where `members` lanes wait for each other
-  uint32_t members, arrived = 0;
-  uint64_t turn = 0;
-};
-
-struct Group {
-  ucontext_t main, lane[kLanes];  // how a lane begins
-  jmp_buf at[kLanes];             // where it went away: no system call to come back
-  void* stacks;
-  bool begun[kLanes], ended[kLanes];
-  const Meeting* waits[kLanes];  // where a lane waits, and the turn that it waits to see the end of
-  uint64_t turn[kLanes];
-  uint32_t current = 0, index = 0, alive = kLanes, stride = 1;  // odd: lanes take turns in an order of each group's own
+struct Group : Fibers {
   const void* arguments;
-  Meeting all{kLanes}, wave[kLanes / kWave];
-  uint64_t word[kLanes];
   uint16_t a[kLanes][16], b[kLanes][16];
   Counter counter[kLanes][kCounters];
   char* ring;                      // of this group
@@ -84,63 +65,11 @@ struct Group {
 
 inline thread_local Group* group;
 
-inline bool ready(const Group& g, uint32_t lane) {
-  return !g.ended[lane] && (!g.waits[lane] || g.waits[lane]->turn != g.turn[lane]);
-}
-
-[[noreturn]] inline void go_on(Group& g, uint32_t to) {
-  g.current = to;
-  if (g.begun[to]) _longjmp(g.at[to], 1);
-  g.begun[to] = true;
-  setcontext(&g.lane[to]);
-  abort();
-}
-
-inline void give_way() {
-  Group& g = *group;
-  const uint32_t from = g.current;
-  uint32_t to = from;
-  do {
-    to = (to + g.stride) % kLanes;
-    if (to == 0) sched_yield();
-  } while (!ready(g, to) && to != from);
-  if (to == from) return;
-  if (_setjmp(g.at[from]) == 0) go_on(g, to);
-}
-
-inline void pass(Meeting& m) {
-  m.arrived = 0;
-  ++m.turn;
-}
-
-inline void meet(Meeting& m) {
-  const uint32_t own = group->current;
-  const uint64_t turn = m.turn;
-  if (++m.arrived == m.members) return pass(m);
-  group->waits[own] = &m;
-  group->turn[own] = turn;
-  while (m.turn == turn) give_way();
-  group->waits[own] = nullptr;
-}
-
-inline Meeting& own_wave() { return group->wave[group->current / kWave]; }
-
-[[noreturn]] inline void end_lane() {
-  Group& g = *group;
-  for (const Counter& c : g.counter[g.current]) {
+inline void before_pass(Meeting&) {}
+inline void lane_ends() {
+  for (const Counter& c : group->counter[group->current]) {
     if (c.count > 0) count(seen.unawaited);
   }
-  g.ended[g.current] = true;
-  --g.alive;
-  Meeting* places[] = {&g.all, &own_wave()};
-  for (Meeting* m : places) {
-    if (--m->members != 0 && m->arrived == m->members) pass(*m);
-  }
-  if (g.alive == 0) setcontext(&g.main);
-  for (uint32_t to = 0; to < kLanes; ++to) {
-    if (ready(g, to)) go_on(g, to);
-  }
-  abort();
 }
 
 inline int permute(int byte, int v) {
@@ -350,11 +279,7 @@ inline void barrier() {
   meet(group->all);
 }
 
-inline uint64_t ticks() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (uint64_t(t.tv_sec) * 1000000000u + uint64_t(t.tv_nsec)) / 10;
-}
+inline uint64_t ticks() { return now_ns() / 10; }
 
 }  // namespace emulator
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 from megakernel.device import cpu
 from megakernel.device.cpu import CpuDevice, CpuExecutable
 from megakernel.device.device import KernelSource
-from megakernel.device.hip_compiler import Compiler, compile_flags, find_compiler
-from megakernel.errors import BuildError
+from megakernel.device.hip_compiler import compile_flags, find_compiler
 from megakernel.target import Target, find_target
+from tests.emulator.build import compile_on_host, headers_of
 
 HERE = Path(__file__).parent
 MFMA, WMMA = "__builtin_amdgcn_mfma_f32_16x16x", "__builtin_amdgcn_wmma_f32_16x16x"
@@ -39,13 +38,6 @@ class Seen(ctypes.Structure):
         return {name: getattr(self, name) for name in self.names[3:] if getattr(self, name)}
 
 
-def host_command(compiler: Compiler) -> list[str]:
-    """The host's C++ compiler in the clang that builds code objects."""
-    if compiler.kind == "zig":
-        return [*compiler.command[:-1], "c++", "-fno-sanitize=undefined"]
-    return [compiler.command[0]]
-
-
 class EmulatedHip(CpuDevice):
     """`workers` workgroups of an AMD target, each a thread of the host. `missing`: what is left out."""
 
@@ -68,24 +60,14 @@ class EmulatedHip(CpuDevice):
         return out
 
     def compiler_id(self, target: Target) -> str:
-        headers = "".join((HERE / name).read_text() for name in ("before.h", "after.h"))
-        return " ".join((find_compiler().version, *compile_flags(target, False, False), str(self._missing), headers))
+        parts = (find_compiler().version, *compile_flags(target, False, False), str(self._missing), headers_of(HERE))
+        return " ".join(parts)
 
     def compile(self, source: KernelSource, include: Path, output: Path) -> None:
-        work = output.parent
-        (work / "kernel.cpp").write_text(f'{source.text}\n#include "{HERE / "after.h"}"\n')
-        for name, text in source.headers.items():
-            (work / name).write_text(text)
         flags = [f for f in compile_flags(source.target, source.chaos, source.trace) if not f.startswith("--offload")]
-        line = [
-            *host_command(find_compiler()), *flags, "-O1", "-fPIC", "-shared", "-pthread", "-mfma", "-mf16c", "-w",
-            *(f"-DEMULATED{name}=1" for name in BUILTINS[source.target.name]),
-            f"-DEMULATOR_MISSING={self._missing}", "-include", str(HERE / "before.h"), f"-I{work}",
-            f"-I{include}", str(work / "kernel.cpp"), "-o", str(output),
-        ]  # fmt: skip
-        done = subprocess.run(line, capture_output=True, text=True, timeout=600)
-        if done.returncode != 0:
-            raise BuildError(done.stderr[-8000:])
+        flags += [f"-DEMULATED{name}=1" for name in BUILTINS[source.target.name]]
+        flags.append(f"-DEMULATOR_MISSING={self._missing}")
+        compile_on_host(source, include, output, HERE, find_compiler(), flags)
 
     def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
         library = ctypes.CDLL(str(binary))

@@ -14,7 +14,8 @@ from megakernel.device.hip_compiler import WAVES, compile_flags, find_compiler
 from megakernel.target import find_target
 from megakernel.tasks.record import c_header
 from megakernel.tasks.task import all_fields
-from tests.hip.emulated import BUILTINS, HERE, host_command
+from tests.emulator.build import host_command
+from tests.hip.emulated import BUILTINS, HERE
 from tests.hip.fragments import INSTRUCTIONS, OF_TARGET, Instruction
 
 TARGETS = list(OF_TARGET)

@@ -44,7 +44,7 @@ inline bool barrier_try(uint32_t barrier, uint32_t parity) {
   if (barrier_test(barrier, parity)) return true;
   // At the end of a launch lanes of the producer may part, as threads of a warp do not: one that has announced a copy waits
   // for it, and nobody else is left.
-  if (emulator::own_warp().members == emulator::group->alive) emulator::end_lane();
+  if (emulator::own_wave().members == emulator::group->alive) emulator::end_lane();
   emulator::give_way();
   return false;
 }
@@ -158,7 +158,7 @@ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
   const uint32_t a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
   memcpy(all.a[own], a, sizeof a);
   memcpy(all.b[own], b, sizeof b);
-  emulator::meet(emulator::own_warp());
+  emulator::meet(emulator::own_wave());
   for (uint32_t i = 0; i < 4; ++i) {
     const uint32_t row = g + i / 2 * 8, column = t * 2 + i % 2;
     for (uint32_t k = 0; k < 16; ++k) {
@@ -167,7 +167,7 @@ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
       d[i] = fmaf(of_half<kHalf>(uint16_t(left >> k % 2 * 16)), of_half<kHalf>(uint16_t(right >> k % 2 * 16)), d[i]);
     }
   }
-  emulator::meet(emulator::own_warp());
+  emulator::meet(emulator::own_wave());
 }
 
 template <bool kHalf>
