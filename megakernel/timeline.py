@@ -274,8 +274,8 @@ def publishers(events: Events) -> npt.NDArray[np.bool_]:
 
 
 def looked_along(events: Events, kind: int) -> npt.NDArray[np.bool_]:
-    """Of each event that waits whether it looked at edges of this kind. A record that may wait either for counters or for
-    values has edges of both; which of them it was is what its longest wait says."""
+    """Of each event that waits whether it looked at edges of this kind. A record that may wait either for counters or
+    for values has edges of both; which of them it was is what its longest wait says."""
     by_value = (events["flags"] & TraceFlag.BY_VALUE) != 0
     out: npt.NDArray[np.bool_] = ~by_value if kind == COUNTER else np.ones(len(events), np.bool_)
     if kind == VALUE:
