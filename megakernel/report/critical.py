@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from megakernel.report.graph import HOPS, PUBLISHED, ROOT, Arc, Kind, StepGraph
 from megakernel.timeline import Timeline
 
-
 HELD = "reading held back"
 
 
@@ -93,8 +92,6 @@ def what_if(timeline: Timeline, graph: StepGraph) -> tuple[WhatIf, ...]:
     cases += [(hop_name(kind), "hop", _of_kinds({kind})) for kind in HOPS if kind in used]
     cases.append(("all hops", "hop", _of_kinds(set(HOPS))))
     cases.append(("waiting for data", "data", _of_kinds({Kind.DATA})))
-    if Kind.HELD in used:
-        cases.append((HELD, "data", _of_kinds({Kind.HELD})))
     found = [
         WhatIf(what, kind, length, whole - length) for what, kind, free in cases for length in [graph.length(free)]
     ]

@@ -15,9 +15,9 @@ Longs = npt.NDArray[np.int64]
 
 
 def held_back(timeline: Timeline, seen: Arrivals) -> list[int]:
-    """Of each event the ns by which its bytes took longer than at the worker's share of the ceiling, as far as its worker
-    asked for values meanwhile. 0 of all but producers, and of one that waited for room in the ring: how much of its
-    record it had left is not known."""
+    """Of each event the ns by which its bytes took longer than at the worker's share of the ceiling, as far as its
+    worker asked for values meanwhile. 0 of all but producers, and of one that waited for room in the ring: how much of
+    its record it had left is not known."""
     out = np.zeros(len(seen.rows), np.int64)
     role = np.array(seen.rows, np.int64) % ROLES
     worker = np.array(seen.rows, np.int64) // ROLES
