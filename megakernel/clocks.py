@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.tasks.record import TRACE_EVENT, Role
-from megakernel.timeline import COUNTER, PEER, TIMES, Alignment, Edges, Events, publishers, waiters
+from megakernel.timeline import COUNTER, PEER, TIMES, Alignment, Edges, Events, looked_along, publishers, waiters
 
 Reals = npt.NDArray[np.float64]
 OWN_TICKS = frozenset({"cpu"})  # backends whose ticks are not the shared clock
@@ -103,6 +103,7 @@ def worst_hop(events: Events, edges: Edges, most_steps: int = 16) -> float | Non
         makers, waiting = (_by_node(part[part["step"] == step]) for part in (made, seen))
         for edge in edges:
             found, looked = _touching(makers, edge, "producer"), _touching(waiting, edge, "consumer")
+            looked = looked[looked_along(looked, int(edge["kind"]))]
             if edge["kind"] not in (COUNTER, PEER):
                 looked = looked[looked["role"] == Role.LOADER]
             if len(found) and len(looked):

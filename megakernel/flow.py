@@ -18,7 +18,7 @@ from megakernel.recording import Recording
 from megakernel.scheduler.by_value import values_of
 from megakernel.scheduler.schedule import Entry, Schedule
 from megakernel.tasks.record import NONE, Role, TraceFlag
-from megakernel.tasks.task import Addresses, TaskNode
+from megakernel.tasks.task import Addresses, Region, TaskNode
 from megakernel.timeline import (
     COUNTER,
     EDGE,
@@ -208,19 +208,27 @@ def _counter_links(schedule: Schedule, entries: Iterable[Entry]) -> Iterable[tup
 
 
 def _value_links(schedule: Schedule, entries: list[Entry]) -> Iterable[tuple[Span, Span, int, int]]:
-    """Of entries without waits that read values."""
+    """Of entries without waits that read values, and of those that may wait for some instead of counters."""
     nodes, values = schedule.nodes, values_of(schedule.nodes)
-    readers = [e for e in entries if not e.waits and nodes[e.node].task.awaits_values]
+    wanted: list[tuple[Entry, tuple[Region, ...]]] = []
+    for e in entries:
+        node = nodes[e.node]
+        instead = node.task.may_await(node, e.first, e.count)
+        if instead:
+            wanted.append((e, instead))
+        elif not e.waits and node.task.awaits_values:
+            wanted.append((e, tuple(r for r in node.task.reads(node, e.first, e.count) if r.tensor in values)))
+    tensors = {r.tensor for _, regions in wanted for r in regions}
     written: dict[str, list[tuple[int, int, int, int, int]]] = {}  # tensor -> start, stop, node, first, count
-    for e in entries if readers else []:
+    for e in entries if wanted else []:
         task = nodes[e.node].task
         for r in (*task.writes(nodes[e.node], e.first, e.count), *task.may_write(nodes[e.node], e.first, e.count)):
-            if r.tensor in values:
+            if r.tensor in tensors:
                 written.setdefault(r.tensor, []).append((r.start, r.stop, e.node, e.first, e.count))
     tables = {t: np.array(rows, np.int64) for t, rows in written.items()}
     found: dict[tuple[str, int, int], list[Span]] = {}  # many entries read the same region
-    for e in readers:
-        for r in nodes[e.node].task.reads(nodes[e.node], e.first, e.count):
+    for e, regions in wanted:
+        for r in regions:
             if r.tensor not in tables:
                 continue
             key = (r.tensor, r.start, r.stop)

@@ -108,7 +108,8 @@ def _roles(queue: Table, records: Table, steps: Table) -> tuple[Table, Table, Ta
         _whole(records[n], base) for n in ("ready", "data", "done", "seen", "sums", "out")
     )
     stored, loaded = sums != 0, seen != 0
-    length = (records["wait"].astype(np.uint64) >> np.uint64(16)) * np.uint64(WAIT_TICKS)
+    length = (records["wait"].astype(np.uint64) >> np.uint64(16)) * np.uint64(WAIT_TICKS) + np.uint64(WAIT_TICKS // 2)
+    length[records["wait"] == 0] = 0  # else it looked, and of what a unit cannot tell half a one is the mean
     counter = np.where(records["wait"] & HALF == HALF, NONE, records["wait"] & HALF)
 
     consumers = _of_records(queue, records, Role.CONSUMER)

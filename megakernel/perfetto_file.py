@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megakernel.errors import MissingExtra, TimelineError
 from megakernel.tasks.record import Role, TraceFlag
-from megakernel.timeline import EVENT_COLUMNS, Events, Timeline, publishers, waiters
+from megakernel.timeline import EVENT_COLUMNS, Events, Timeline, looked_along, publishers, waiters
 
 Indices = npt.NDArray[np.int64]
 
@@ -251,6 +251,7 @@ def arrows(timeline: Timeline) -> Iterator[_Arrow]:
             producer, first, count, consumer, begin, length = edge[:6]
             found = _touching(events, makers.get(producer), first, count)
             seen = _touching(events, waiting.get(consumer), begin, length)
+            seen = seen[looked_along(events[seen], edge[6])]
             if len(found) and len(seen):
                 last = found[np.argmax(events["published"][found])]
                 better = seen[latest[seen] < events["published"][last]]

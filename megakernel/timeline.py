@@ -273,6 +273,16 @@ def publishers(events: Events) -> npt.NDArray[np.bool_]:
     return out
 
 
+def looked_along(events: Events, kind: int) -> npt.NDArray[np.bool_]:
+    """Of each event that waits whether it looked at edges of this kind. A record that may wait either for counters or
+    for values has edges of both; which of them it was is what its longest wait says."""
+    by_value = (events["flags"] & TraceFlag.BY_VALUE) != 0
+    out: npt.NDArray[np.bool_] = ~by_value if kind == COUNTER else np.ones(len(events), np.bool_)
+    if kind == VALUE:
+        out = by_value | (events["longest_wait_counter"] == NONE)
+    return out
+
+
 def _beside(events: Events, role: Role) -> npt.NDArray[np.bool_]:
     """Whether this role has an event of the same record, worker and step."""
     there: npt.NDArray[np.bool_] = events["role"] == role

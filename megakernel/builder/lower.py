@@ -392,6 +392,7 @@ class _Lowering:
                 "advance",
                 result="sample.result",
                 logits=head,
+                vocab=vocab,
                 inputs=inputs,
                 paced=paced,
             )

@@ -11,7 +11,7 @@ import numpy as np
 
 from megakernel.report.steps import ROLES, Step, finish, row_of
 from megakernel.tasks.record import Role, TraceFlag
-from megakernel.timeline import Events, Timeline, publishers, waiters
+from megakernel.timeline import KINDS, Events, Timeline, looked_along, publishers, waiters
 
 WAITING_ROLES = (Role.WORKER, Role.LOADER, Role.CONSUMER)  # that wait along edges, see `waiters`
 
@@ -63,19 +63,20 @@ def arrivals(timeline: Timeline, step: Step) -> Arrivals:
     rows = row_of(events).tolist()
     published = finish(events).tolist()
     index = _Index(events, rows, published, publishers(events).tolist())
-    waiting = waiters(events).tolist()
+    waits = waiters(events)
+    waiting = [(waits & looked_along(events, kind)).tolist() for kind in range(len(KINDS))]
     found: list[list[Arrival]] = [[] for _ in rows]
     sources: list[Source] = []
     known: dict[tuple[int, int, int], int] = {}
-    columns = ("producer", "producer_first", "producer_count", "consumer", "consumer_first", "consumer_count")
+    columns = ("producer", "producer_first", "producer_count", "consumer", "consumer_first", "consumer_count", "kind")
     for number, edge in enumerate(zip(*(timeline.edges[c].tolist() for c in columns))):
-        made, used = edge[:3], edge[3:]
+        made, used, looks = edge[:3], edge[3:6], waiting[edge[6]]
         if made not in known:
             known[made] = len(sources)
             sources.append(index.source(*made))
         source = sources[known[made]]
         for event in index.overlapping(*used):
-            if waiting[event]:
+            if looks[event]:
                 last = source.latest(rows[event])
                 if last is not None:
                     found[event].append(Arrival(number, known[made], last, published[last]))

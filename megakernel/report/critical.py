@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from megakernel.report.graph import HOPS, PUBLISHED, ROOT, Arc, Kind, StepGraph
 from megakernel.timeline import Timeline
 
+HELD = "reading held back"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -68,7 +70,8 @@ def path_by(parts: tuple[Part, ...], name: Callable[[Part], str]) -> dict[str, i
 def path_names(timeline: Timeline, graph: StepGraph) -> Callable[[Part], str]:
     """What a part is called: its operator for work and data, the kind of hop for the rest."""
     operators = _operators(timeline, graph)
-    return lambda part: hop_name(part.kind) if part.kind in HOPS else operators[part.event]
+    named = {**{kind: hop_name(kind) for kind in HOPS}, Kind.HELD: HELD}
+    return lambda part: named.get(part.kind) or operators[part.event]
 
 
 def hop_name(kind: Kind) -> str:
@@ -121,7 +124,7 @@ def _operators(timeline: Timeline, graph: StepGraph) -> list[str]:
 
 
 def _of_operator(operators: list[str], name: str) -> Callable[[Arc], bool]:
-    return lambda arc: arc.kind in (Kind.DATA, Kind.WORK) and operators[arc.owner] == name
+    return lambda arc: arc.kind in (Kind.DATA, Kind.WORK, Kind.HELD) and operators[arc.owner] == name
 
 
 def _of_kinds(kinds: set[Kind]) -> Callable[[Arc], bool]:

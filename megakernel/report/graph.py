@@ -31,6 +31,7 @@ class Kind(enum.IntEnum):
     DATA = 6  # from ready to first data
     WORK = 7  # from first data to published
     PEER = 8  # from published to seen on another device
+    HELD = 9  # the part of reading by which it was slower while values were asked for
 
 
 HOPS = (Kind.STEP, Kind.BETWEEN, Kind.COUNTER, Kind.VALUE, Kind.INSIDE, Kind.PEER)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from megakernel.errors import TimelineError
 from megakernel.report.arrivals import WAITING_ROLES, Arrivals, Source, arrivals
 from megakernel.report.graph import DATA, END, PUBLISHED, READY, ROOT, START, Arc, Kind, StepGraph
+from megakernel.report.held import held_back
 from megakernel.report.steps import ROLES, Step
 from megakernel.tasks.record import Role
 from megakernel.timeline import COUNTER, PEER, TIMES, VALUE, Timeline
@@ -42,6 +43,7 @@ class _Builder:
             self.arcs += [[] for _ in range(5)]
         self.partners = self._partners()
         self.hop, self.check = self._usual()
+        self.held = held_back(self.timeline, self.seen)
         for event in range(len(self.seen.rows)):
             self._start(event)
             self._ready(event)
@@ -117,13 +119,22 @@ class _Builder:
         self._arc(
             data, self._at(event, READY), 0 if handed else self.time[data] - self._time(event, READY), Kind.DATA, event
         )
-        self._arc(end, data, self.time[end] - self.time[data], Kind.WORK, event)
+        self._work(event, data, end)
         for p in partners:
             if self._time(p, DATA) <= self.time[data]:
                 self._arc(data, self._at(p, DATA), self.time[data] - first if handed else 0, Kind.INSIDE, event)
             if self._time(p, END) <= self.time[end]:
                 self._arc(end, self._at(p, END), self.time[end] - self._time(p, END), Kind.WORK, event)
         self._arc(published, end, self.time[published] - self.time[end], Kind.WORK, event)
+
+    def _work(self, event: int, data: int, end: int) -> None:
+        took, held = self.time[end] - self.time[data], self.held[event]
+        if held:  # a point between, so that each part has its own arc
+            self.time.append(self.time[end] - held)
+            self.arcs.append([Arc(data, took - held, Kind.WORK, event)])
+            self._arc(end, len(self.time) - 1, held, Kind.HELD, event)
+        else:
+            self._arc(end, data, took, Kind.WORK, event)
 
     # ------------------------------------------------------------------------------------------ helpers
     def _kind(self, edge: int) -> Kind:
@@ -159,7 +170,7 @@ class _Builder:
 
     def _inside(self, event: int) -> int | None:
         """The point of another role of the same worker that a wait was for: the record's own upstream role, else the
-        record that the roles behind were at."""
+        record that the roles behind were at; of a producer, that the consumers were at."""
         row, ready = self.seen.rows[event], self._time(event, READY)
         upstream = self._upstream(event)
         if row % ROLES in WAITING_ROLES:
@@ -171,8 +182,10 @@ class _Builder:
             points = [self._at(e, k) for e in mine for k in (START, DATA, PUBLISHED)]
             return max((p for p in points if self.time[p] < ready), key=lambda p: (self.time[p], p), default=None)
         times, found = self._of_worker(row // ROLES)
+        room = row % ROLES == Role.PRODUCER  # which consumers give back
         for place in range(bisect.bisect_left(times, ready) - 1, -1, -1):
-            if found[place][1] != row:
+            other = found[place][1]
+            if other != row and (not room or other % ROLES == Role.CONSUMER):
                 return found[place][0]
         return None
 

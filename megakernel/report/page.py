@@ -190,7 +190,7 @@ def _path_tasks(timeline: Timeline, a: Analysis) -> list[dict[str, Any]]:
             "id": _id(e), "node": int(e["node"]), "worker": int(e["worker"]), "first": int(e["tile_begin"]),
             "count": int(e["tile_count"]), "begin": group[0].begin, "end": group[-1].end,
             "from": _id(events[came["event"]]) if came else None,
-            "hop": sum(spent[k] for k in HOPS), "data": spent[Kind.DATA], "work": spent[Kind.WORK],
+            "hop": sum(spent[k] for k in HOPS), "data": spent[Kind.DATA], "work": spent[Kind.WORK] + spent[Kind.HELD],
         })  # fmt: skip
     return out
 

@@ -58,6 +58,12 @@ class Advance(Task):
         return (Region(node.tensors["result"], 0, SAMPLE_RESULT.size),)
 
     @staticmethod
+    def may_await(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        """Where every row wants its largest logit only, what `sample` writes is not looked at."""
+        logits = node.tensors.get("logits")
+        return () if logits is None else (Region(logits, 0, node.sizes["vocab"]),)
+
+    @staticmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
         return ()
 
@@ -71,7 +77,9 @@ class Advance(Task):
         return {"result": at.tensor(node.tensors["result"]), "logits": NONE if logits is None else at.tensor(logits)}
 
 
-def node(name: str, *, result: str, logits: str | None = None, inputs: bool = False, paced: bool = False) -> TaskNode:
-    """The end of a step. Tensor `result`: what `sample` wrote; `logits`: what it read."""
+def node(
+    name: str, *, result: str, logits: str | None = None, vocab: int = 0, inputs: bool = False, paced: bool = False
+) -> TaskNode:
+    """The end of a step. Tensor `result`: what `sample` wrote; `logits`: what it read, of `vocab` columns."""
     tensors = {"result": result} if logits is None else {"result": result, "logits": logits}
-    return TaskNode(name, Advance, AdvanceConfig(inputs, paced), 1, tensors)
+    return TaskNode(name, Advance, AdvanceConfig(inputs, paced), 1, tensors, sizes={"vocab": vocab})

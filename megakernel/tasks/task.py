@@ -164,6 +164,11 @@ class Task(ABC):
         return ()
 
     @staticmethod
+    def may_await(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
+        """Regions that a device with edges by value may wait for instead of the counters of those tiles."""
+        return ()
+
+    @staticmethod
     @abstractmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
         """Work of those tiles for one row with `context` tokens in the cache."""

@@ -17,6 +17,8 @@ from megakernel.errors import FaultReport, TimelineError
 from megakernel.flow import _name_waits, edges_of, timeline_of
 from megakernel.perfetto_file import arrows
 from megakernel.recording import Recording, ring_capacity, rings_of
+from megakernel.report.arrivals import arrivals
+from megakernel.report.steps import steps_of
 from megakernel.target import find_target
 from megakernel.tasks.record import NONE, TRACE_EVENT, Role, TraceFlag
 from megakernel.timeline import COUNTER, EDGE, VALUE, Edges, Events, Timeline, waiters
@@ -128,6 +130,35 @@ def test_a_record_that_skips_its_waits_is_no_hop() -> None:
     assert not waiters(made.tasks)[(made.tasks["flags"] & TraceFlag.SKIPPED) != 0].any()
     assert made.meta.alignment.worst_hop_ns is not None and made.meta.alignment.worst_hop_ns >= 0
     assert all(made.nodes[int(made.events[a.sink]["node"])].name != "sample" for a in arrows(made))
+
+
+def test_the_end_of_a_step_waits_for_logits_or_for_samples() -> None:
+    """Where every row wants its largest logit only, it looks at what the head's workers found, and not at the counter
+    of `sample`, whose records may end later."""
+    names = [n.name for n in built()[0].schedule.nodes]
+    for counted in (False, True):
+        events = events_of(1)
+        end = (events["node"] == names.index("advance")) & (events["role"] == Role.CONSUMER)
+        late = (events["node"] == names.index("sample")) & (events["role"] == Role.CONSUMER)
+        for name in ("start", "ready", "end", "published"):
+            events[name][end] += 2000
+        for name in ("end", "published"):
+            events[name][late] += 1000 if counted else 5000
+        if counted:
+            edges = edges_of(built()[0].schedule, by_value=True)
+            counter = edges["counter"][edges["consumer"] == names.index("advance")].min()
+            events["longest_wait"][end], events["longest_wait_counter"][end] = 400, counter
+        made = timeline(events)
+        event = made.tasks[(made.tasks["node"] == names.index("advance")) & (made.tasks["role"] == Role.CONSUMER)][0]
+        said = made.waited_for(event)
+        assert said.endswith("of sample") and "counter" in said if counted else said == "values of logits"
+        hop = made.meta.alignment.worst_hop_ns
+        assert hop is not None and hop >= 0, "what it did not look at is no hop"
+        seen = arrivals(made, steps_of(made)[0])
+        at = next(i for i, e in enumerate(seen.events) if e["node"] == event["node"] and e["role"] == event["role"])
+        assert {names[int(made.edges["producer"][a.edge])] for a in seen.of[at]} == {"sample" if counted else "logits"}
+        sources = [a.source for a in arrows(made) if made.events[a.sink] == event]
+        assert {names[int(made.events[s]["node"])] for s in sources} == {"sample" if counted else "logits"}
 
 
 def test_what_a_producer_ran_ahead_at_the_end_of_a_launch_counts_once() -> None:
