@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from megakernel.builder.program import Program
 from megakernel.device.device import Device
-from megakernel.errors import DeviceFault, DeviceUnavailable, FaultReport, MegakernelError, RankLost
+from megakernel.errors import DeviceFault, DeviceUnavailable, EngineClosed, FaultReport, MegakernelError, RankLost
 from megakernel.flow_ranks import merged
 from megakernel.recording import Recording
 from megakernel.runtime import LaunchReport, Runtime
@@ -290,7 +290,7 @@ class Ranks(Runtime):
 
     def reset(self) -> None:
         if self._lost is not None:
-            raise MegakernelError(f"{self._lost}; open the model again") from self._lost
+            raise EngineClosed(f"{self._lost}; open the model again") from self._lost
         super().reset()
         self._all("reset")
         self._turn = 0
