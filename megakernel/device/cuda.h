@@ -170,8 +170,7 @@ MK_DEVICE void begin_block(const abi::KernelArgs& args) {
     reinterpret_cast<uint32_t*>(&b.args)[threadIdx.x] = reinterpret_cast<const uint32_t*>(&args)[threadIdx.x];
   }
   if (threadIdx.x % 32 == 0) {
-    RoleState& state = b.state[threadIdx.x / 32];
-    state = RoleState{};
+    b.state[threadIdx.x / 32] = RoleState{};
     b.room[threadIdx.x / 32] = {kStages, 0, 0};
   }
   if (threadIdx.x == 0) {

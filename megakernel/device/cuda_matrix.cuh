@@ -5,7 +5,8 @@
 // k-major, so a fragment of the input serves 4 tiles. An output is the sum over warps, in order, of two chains that run
 // over the warp's chunks in order: whatever the rows of the step, the tiles of the record or the number of workers.
 //
-// The input of one row comes from the loaders; that of several rows each consumer fetches from other workers itself.
+// The input of one row comes from the loaders, through scratch; that of several rows through the room (cuda_room.cuh), or
+// where there is none, each consumer fetches it from other workers itself.
 #pragma once
 
 namespace megakernel::dev {

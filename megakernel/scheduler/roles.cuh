@@ -127,55 +127,50 @@ MK_OUT_OF_LINE void done_record() {
   dev::warp_meets();
 }
 
+template <class Tasks, class Do>
+MK_DEVICE void each_record(Do f) {
+  for (;;) {
+    const uint32_t opcode = next_record();
+    if (opcode == abi::kEnd) break;
+    dispatch<0>(opcode, f, Tasks{});
+    done_record();
+  }
+}
+
 // The records of a step. kSeveral: of one that the device treats apart, because it may have several rows: a task may have
 // functions of its own for those, so that what is executed in others does not grow by them.
 template <class Tasks, bool kSeveral>
 MK_DEVICE void consume_records() {
-  for (;;) {
-    const uint32_t opcode = next_record();
-    if (opcode == abi::kEnd) break;
-    dispatch<0>(opcode, []<class T>() {
-      if constexpr (kSeveral && requires { dev::Core<T>::consume_several(); }) {
-        dev::Core<T>::consume_several();
-      } else {
-        dev::Core<T>::consume();
-      }
-    }, Tasks{});
-    done_record();
-  }
+  each_record<Tasks>([]<class T>() {
+    if constexpr (kSeveral && requires { dev::Core<T>::consume_several(); }) {
+      dev::Core<T>::consume_several();
+    } else {
+      dev::Core<T>::consume();
+    }
+  });
 }
 
 template <class Tasks, bool kSeveral>
 MK_DEVICE void store_records() {
-  for (;;) {
-    const uint32_t opcode = next_record();
-    if (opcode == abi::kEnd) break;
-    dispatch<0>(opcode, []<class T>() {
-      if constexpr (kSeveral && requires { dev::Core<T>::store_several(); }) {
-        dev::Core<T>::store_several();
-      } else if constexpr (dev::Core<T>::kStores) {
-        dev::Core<T>::store();
-      }
-      if constexpr (Clearing<T>) dev::Core<T>::clear_last();
-    }, Tasks{});
-    done_record();
-  }
+  each_record<Tasks>([]<class T>() {
+    if constexpr (kSeveral && requires { dev::Core<T>::store_several(); }) {
+      dev::Core<T>::store_several();
+    } else if constexpr (dev::Core<T>::kStores) {
+      dev::Core<T>::store();
+    }
+    if constexpr (Clearing<T>) dev::Core<T>::clear_last();
+  });
 }
 
 template <class Tasks, bool kSeveral>
 MK_DEVICE void load_records() {
-  for (;;) {
-    const uint32_t opcode = next_record();
-    if (opcode == abi::kEnd) break;
-    dispatch<0>(opcode, []<class T>() {
-      if constexpr (kSeveral && requires { dev::Core<T>::load_several(); }) {
-        dev::Core<T>::load_several();
-      } else if constexpr (dev::Core<T>::kLoads) {
-        dev::Core<T>::load();
-      }
-    }, Tasks{});
-    done_record();
-  }
+  each_record<Tasks>([]<class T>() {
+    if constexpr (kSeveral && requires { dev::Core<T>::load_several(); }) {
+      dev::Core<T>::load_several();
+    } else if constexpr (dev::Core<T>::kLoads) {
+      dev::Core<T>::load();
+    }
+  });
 }
 
 }  // namespace roles
