@@ -1,16 +1,21 @@
-"""Kernels of GPUs compiled for the host, between a before.h and an after.h."""
+"""Kernels of GPUs compiled for the host, between a before.h and an after.h, and the device that runs one."""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from megakernel.device import cpu
+from megakernel.device.cpu import CpuDevice, CpuExecutable
 from megakernel.device.device import KernelSource
 from megakernel.device.hip_compiler import Compiler
 from megakernel.errors import BuildError
+from megakernel.target import Target, find_target
 
-FIBERS = Path(__file__).parent / "fibers.h"
+HERE = Path(__file__).parent
 
 
 def host_command(compiler: Compiler) -> list[str]:
@@ -23,7 +28,8 @@ def host_command(compiler: Compiler) -> list[str]:
 def headers_of(folder: Path, *more: str) -> str:
     """The text of all that a kernel is compiled with beside its own: part of what its cache entry is named by."""
     names = ("before.h", "after.h", *more)
-    return "".join(path.read_text() for path in (FIBERS, *(folder / name for name in names)))
+    shared = (HERE / "fibers.h", HERE / "host.h")
+    return "".join(path.read_text() for path in (*shared, *(folder / name for name in names)))
 
 
 def compile_on_host(
@@ -42,3 +48,30 @@ def compile_on_host(
     done = subprocess.run(line, capture_output=True, text=True, timeout=600)
     if done.returncode != 0:
         raise BuildError(done.stderr[-8000:])
+
+
+class EmulatedDevice(CpuDevice):
+    """`workers` groups of a GPU target, each a thread of the host."""
+
+    def __init__(self, target: str, workers: int) -> None:
+        super().__init__(workers)
+        self.name = f"emulated-{target}"
+        self._emulated = replace(find_target(target), workers=workers)
+        self._loaded: ctypes.CDLL | None = None
+
+    @property
+    def target(self) -> Target:
+        return self._emulated
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        assert self._loaded is not None, "nothing has been loaded"
+        return self._loaded
+
+    def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
+        library = ctypes.CDLL(str(binary))
+        library.mk_emulated_abi.restype = ctypes.c_uint64
+        assert library.mk_emulated_abi() == abi_hash
+        cpu._declare(library)
+        self._loaded = library
+        return CpuExecutable(library, target.workers)

@@ -138,7 +138,7 @@ C multiply(A a, B b, C c) {
   return c;
 }
 
-inline uint32_t place[64], missing = 0;  // what mk_place says
+inline uint32_t place[64];  // what mk_place says
 inline uint32_t hardware_register(int which) {
   if ((which & 63) != 20) abort();  // XCC_ID
   return place[group->index % 64];

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from pathlib import Path
 
-from megakernel.device import cpu
-from megakernel.device.cpu import CpuDevice, CpuExecutable
 from megakernel.device.device import KernelSource
 from megakernel.device.hip_compiler import compile_flags, find_compiler
-from megakernel.target import Target, find_target
-from tests.emulator.build import compile_on_host, headers_of
+from megakernel.target import Target
+from tests.emulator.build import EmulatedDevice, compile_on_host, headers_of
 
 HERE = Path(__file__).parent
 MFMA, WMMA = "__builtin_amdgcn_mfma_f32_16x16x", "__builtin_amdgcn_wmma_f32_16x16x"
@@ -38,25 +35,17 @@ class Seen(ctypes.Structure):
         return {name: getattr(self, name) for name in self.names[3:] if getattr(self, name)}
 
 
-class EmulatedHip(CpuDevice):
+class EmulatedHip(EmulatedDevice):
     """`workers` workgroups of an AMD target, each a thread of the host. `missing`: what is left out."""
 
     def __init__(self, target: str, workers: int = 2, missing: str = "none") -> None:
-        super().__init__(workers)
+        super().__init__(target, workers)
         self._missing = MISSING.index(missing)
-        self._library: ctypes.CDLL | None = None
-        self.name = f"emulated-{target}"
-        self._emulated = replace(find_target(target), workers=workers)
-
-    @property
-    def target(self) -> Target:
-        return self._emulated
 
     def seen(self) -> Seen:
         """Since the last call, in this process."""
-        assert self._library is not None, "nothing has been loaded"
         out = Seen()
-        self._library.mk_emulated_seen(ctypes.byref(out))
+        self.library.mk_emulated_seen(ctypes.byref(out))
         return out
 
     def compiler_id(self, target: Target) -> str:
@@ -68,11 +57,3 @@ class EmulatedHip(CpuDevice):
         flags += [f"-DEMULATED{name}=1" for name in BUILTINS[source.target.name]]
         flags.append(f"-DEMULATOR_MISSING={self._missing}")
         compile_on_host(source, include, output, HERE, find_compiler(), flags)
-
-    def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
-        library = ctypes.CDLL(str(binary))
-        library.mk_emulated_abi.restype = ctypes.c_uint64
-        assert library.mk_emulated_abi() == abi_hash
-        cpu._declare(library)
-        self._library = library
-        return CpuExecutable(library, target.workers)

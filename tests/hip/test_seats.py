@@ -30,15 +30,10 @@ class Grouped(EmulatedHip):
 
     def __init__(self) -> None:
         super().__init__("gfx942", WORKERS)
-        self.library: Any = None
 
     @property
     def target(self) -> Target:
         return replace(super().target, groups=GROUPS, signal_us=1.0, hop_us=0.01)
-
-    def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
-        self.library = ctypes.CDLL(str(binary))
-        return super().load(binary, target, abi_hash)
 
     def place(self, places: Sequence[int], missing: int = 0) -> None:
         self.library.mk_place((ctypes.c_uint32 * len(places))(*places), len(places), missing)
