@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -16,19 +16,19 @@ import numpy.typing as npt
 
 from megakernel.builder.rows import first_chunk
 from megakernel.errors import CapacityError, DeviceFault, EngineClosed, InvalidRequest, MegakernelError
-from megakernel.kv_cache import Lease, PageAllocator, PrefixStats
-from megakernel.kv_tensors import Kv, check_kv, read_kv, write_kv
+from megakernel.kv_cache import PageAllocator, PrefixStats
+from megakernel.kv_tensors import Kv, check_kv, write_kv
 from megakernel.recording import Recording
-from megakernel.request import Processor, Request, Token
+from megakernel.request import Processor, Request
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
-from megakernel.tasks.record import MAX_STOPS, SLOT, CommandKind, EventKind, ExitReason, Finish, SlotStatus
+from megakernel.slots import Slots
+from megakernel.tasks.record import ExitReason
 
 T = TypeVar("T")
 log = logging.getLogger("megakernel.engine")
 POLL_S = 0.02  # how soon a request submitted while the kernel runs is seen when no token wakes the driver
 EMBEDDED = 1 << 30  # how many ids below 0 there are
-REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.CANCELLED: "cancelled"}
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,6 @@ class EngineLoad:
     free_pages: int
     pages: int
     recovering: bool
-
-
-@dataclass
-class _Occupant:
-    """A request in a slot, until the kernel says that the slot is free."""
-
-    request: Request
-    lease: Lease
-    made: list[int] = field(default_factory=list)  # tokens that the kernel gave out, also those nobody wants any more
-    known: int = 0  # tokens at the start of the sequence whose keys and values are in its pages
-    cancel_posted: bool = False
-    gate: int = 0  # of a request with a processor: the position that the next OPEN lets it sample; 0 when posted
-
-    def computed(self) -> tuple[int, ...]:
-        """The tokens that are in its pages."""
-        return (*self.request.prompt_ids, *self.made)[: self.known]
 
 
 class _Job(Generic[T]):
@@ -136,7 +120,7 @@ class Engine:
         self._pages = PageAllocator(runtime.kv_pages, m.page_tokens, share=share_prefixes)
         if max_step_ms is not None:
             self._bound_steps(max_step_ms)
-        self._slots: list[_Occupant | None] = [None] * m.max_slots
+        self._slots = Slots(runtime, self._pages)
         self._queue: deque[Request] = deque()
         self._jobs: deque[_Job[Any]] = deque()
         self._between: deque[_Job[Any]] = deque()  # for which requests need not end
@@ -146,7 +130,7 @@ class Engine:
         self._failure: BaseException | None = None  # what ended the driver, if not `close`
         self._number = 0
         self._embedding = itertools.count()
-        self._launches = self._tokens = self._faults = self._steps = self._kernel_tokens = 0
+        self._launches = self._faults = self._steps = self._kernel_tokens = 0
         self._base = (0, 0)  # steps and tokens of the kernel before its last reset
         self._thread = threading.Thread(target=self._drive, name="megakernel-engine", daemon=True)
         self._thread.start()
@@ -161,11 +145,13 @@ class Engine:
         processor: Processor | None = None,
         embeddings: npt.NDArray[Any] | None = None,
         hidden: bool = False,
+        keep_kv: bool = False,
     ) -> Request:
         """Queue a request. Raises InvalidRequest or CapacityError naming what is wrong with it.
 
         `embeddings` [n, hidden] stand for the ids below 0 of the prompt, in their order; `hidden` asks for what the
-        head reads at every position. The program must be built for either (`inputs`, `hidden`).
+        head reads at every position. The program must be built for either (`inputs`, `hidden`). `keep_kv`: the request
+        has its keys and values at the end (`Request.kv`), but for those of the last token, which are never computed.
 
         `listen` is called on the driver thread after every token and at the end; it must not block. `processor` is
         called there before every token, with those before it; the slot waits for it, so it makes its request slow."""
@@ -191,6 +177,7 @@ class Engine:
             self._number = self._number % 0xFFFFFFFE + 1
             request = Request(self._number, ids, chosen, limit, stops, self._wake, listen)
             request.processor, request.embeddings, request.wants_hidden = processor, rows, hidden
+            request.keeps_kv = keep_kv
             self._queue.append(request)
             self._changed.notify_all()
         return request
@@ -241,18 +228,12 @@ class Engine:
             runtime.target, float(m.stream_bytes), m.row_flops, max_step_ms * 1e3, m.max_rows
         )
 
-    def kv(self, slot: int) -> Kv:
-        """Keys and values of the sequence in a slot (see `Request.slot`) as far as they are computed.
+    def kv(self, which: int | Request) -> Kv:
+        """Keys and values, as far as they are computed, of a request that runs, or of whatever holds a slot now.
 
-        Raises InvalidRequest when no request holds it."""
-
-        def read(runtime: Runtime) -> Kv:
-            occupant = self._slots[slot] if 0 <= slot < len(self._slots) else None
-            if occupant is None:
-                raise InvalidRequest(f"kv: no request holds slot {slot}; there are slots 0 to {len(self._slots) - 1}")
-            return read_kv(runtime, occupant.lease.pages, occupant.computed())
-
-        return self._aside(read)
+        Raises InvalidRequest when the request holds no slot, or nothing holds the slot. A request that ends gives its
+        pages back; `submit(keep_kv=True)` reads them just before."""
+        return self._aside(lambda _: self._slots.kv(which))
 
     def put_kv(self, kv: Kv) -> None:
         """Keep keys and values as a prefix that later requests reuse, until the room is needed.
@@ -268,11 +249,11 @@ class Engine:
     def stats(self) -> EngineStats:
         prefix = self._pages.stats
         return EngineStats(
-            self._steps, self._launches, self._kernel_tokens, self._tokens, self._number, self._faults, prefix
+            self._steps, self._launches, self._kernel_tokens, self._slots.tokens, self._number, self._faults, prefix
         )
 
     def load(self) -> EngineLoad:
-        running = sum(occupant is not None for occupant in self._slots)
+        running = sum(1 for _ in self._slots)
         recovering = self._recovering or self._failure is not None
         return EngineLoad(len(self._queue), running, self._pages.free_pages, self._pages.pages, recovering)
 
@@ -360,7 +341,7 @@ class Engine:
                 self._run_side_jobs()
                 self._run_jobs()
                 self._admit()
-                if any(self._slots):
+                if self._slots:
                     self._run_launch()
         except BaseException as e:  # an unforeseen error ends the engine; every waiting caller gets it
             error = e
@@ -369,7 +350,7 @@ class Engine:
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; False when the engine closes."""
         with self._changed:
-            while not (self._closing or self._waiting() or any(self._slots)):
+            while not (self._closing or self._waiting() or self._slots):
                 if not self._changed.wait(self.runtime.check_s):
                     self.runtime.check()
             return not self._closing
@@ -382,7 +363,7 @@ class Engine:
             self._between.popleft().run(self.runtime)  # an error is the caller's
 
     def _run_jobs(self) -> None:
-        if any(self._slots):
+        if self._slots:
             return
         while True:
             with self._changed:
@@ -406,31 +387,27 @@ class Engine:
             self.runtime.launch(self.steps_per_launch)
             while self.runtime.running():
                 self.runtime.wait(POLL_S)
-                self._dispatch()
+                self._slots.dispatch()
                 self._post_changes()
                 self._admit()
                 self._run_side_jobs()
             report = self.runtime.finish()
         except DeviceFault as fault:
-            self._dispatch()
+            self._slots.dispatch()
             self._recover(fault)
             return
         posted = self.runtime.pending()
-        self._dispatch()
+        self._slots.dispatch()
         self._steps = self._base[0] + report.steps_run
         self._kernel_tokens = self._base[1] + report.tokens_out
-        held = [o.request.number for o in self._slots if o and o.request.processor is None]
+        held = [o.request.number for o in self._slots if o.request.processor is None]
         if report.exit is ExitReason.IDLE and not posted and held:
             raise MegakernelError(f"the kernel says that it is idle, the engine that requests {held} run")
 
-    def _free_slot(self) -> int | None:
-        """Where the kernel computes prompts in slot order, behind every prompt that it has not computed yet: else a
-        sequence in a late slot could be overtaken for ever."""
-        first = 0
-        if not self.runtime.manifest.paced:
-            prompts = [i for i, o in enumerate(self._slots) if o and not o.made and not o.request.done]
-            first = max(prompts, default=-1) + 1
-        return next((i for i in range(first, len(self._slots)) if self._slots[i] is None), None)
+    def _post_changes(self) -> None:
+        if self._closing:
+            self._slots.fail(EngineClosed("the engine was closed before the request finished"))
+        self._slots.post_changes()
 
     def _admit(self) -> None:
         """Move requests from the queue into free slots, first come first served."""
@@ -439,126 +416,20 @@ class Engine:
                 while self._queue and self._queue[0].done:
                     self._queue.popleft()
                 waiting = self._queue[0] if self._queue and not self._jobs and not self._closing else None
-            slot = self._free_slot()
+            slot = self._slots.free()
             if waiting is None or slot is None or not self._pages.fits(waiting.limit, waiting.reusable):
                 return
-            if not self._start(waiting, slot):
+            if not self._slots.start(waiting, slot):
                 return
             with self._changed:
                 self._queue.popleft()
-
-    def _start(self, request: Request, slot: int) -> bool:
-        """Give `slot` to a request and tell the kernel; False when the mailbox is full."""
-        runtime = self.runtime
-        bias = request.next_bias(runtime.manifest.vocab) if request.biased else None
-        if request.done:  # by its processor
-            return True
-        lease = self._pages.reserve(request.number, request.limit, request.reusable)
-        if lease.copy is not None:
-            runtime.copy_page(*lease.copy)
-        runtime.set_prompt(slot, request.prompt_ids)
-        runtime.set_pages(slot, lease.pages)
-        if request.embeddings is not None:
-            runtime.set_inputs(slot, [at for at, i in enumerate(request.prompt_ids) if i < 0], request.embeddings)
-        stops = request.stops[:MAX_STOPS]
-        state = np.zeros((), SLOT.dtype)
-        state["status"], state["request"] = SlotStatus.ACTIVE, request.number
-        state["position"], state["prompt_length"] = lease.reused, len(request.prompt_ids)
-        state["limit"] = request.limit
-        state["stop_count"], state["stop"][: len(stops)] = len(stops), stops
-        for name, value in request.params.fields().items():
-            state["sampling"][name] = value
-        if bias is not None:
-            runtime.set_bias(slot, bias)
-            state["sampling"]["biased"] = state["sampling"]["logprobs"] = 1  # no short cut to the largest logit
-            state["gate"] = len(request.prompt_ids) if request.processor else 0
-        command = {"kind": CommandKind.ADMIT, "slot": slot, "request": request.number, "state": state}
-        if not runtime.post(command):
-            self._pages.release(lease, request.prompt_ids[: lease.reused])
-            return False
-        self._slots[slot] = _Occupant(request, lease, known=lease.reused)
-        request.admitted(slot)
-        return True
-
-    def _post_changes(self) -> None:
-        """Tell the kernel about gates, and requests that ended on the host: cancelled, stopped by text, or closing."""
-        if self._closing:
-            for occupant in self._slots:
-                if occupant:
-                    occupant.request.fail(EngineClosed("the engine was closed before the request finished"))
-        for slot, occupant in enumerate(self._slots):
-            if occupant and occupant.request.done and not occupant.cancel_posted:
-                command = {"kind": CommandKind.CANCEL, "slot": slot, "request": occupant.request.number}
-                occupant.cancel_posted = self.runtime.post(command)
-            elif occupant and occupant.gate and not occupant.request.done:
-                state = np.zeros((), SLOT.dtype)
-                state["gate"] = occupant.gate
-                command = {"kind": CommandKind.OPEN, "slot": slot, "request": occupant.request.number}
-                if self.runtime.post({**command, "state": state}):
-                    occupant.gate = 0
-
-    def _dispatch(self) -> None:
-        """Hand every new event of the ring to its request; free the slots that ended."""
-        for event in self.runtime.events():
-            slot = int(event["slot"])
-            occupant = self._slots[slot] if slot < len(self._slots) else None
-            if occupant is None or occupant.request.number != int(event["request"]):
-                raise MegakernelError(f"the kernel sent an event of slot {slot}, request {event['request']}: unknown")
-            finish = Finish(int(event["finish"]))
-            retired = int(event["kind"]) == EventKind.RETIRED
-            occupant.known = int(event["position"])  # its step has ended, so what comes before is in the pages
-            if retired:
-                occupant.request.end("cancelled")
-            else:
-                self._tokens += 1
-                if not occupant.made:
-                    occupant.lease = self._pages.publish(occupant.lease, occupant.request.prompt_ids)
-                occupant.made.append(int(event["token"]))
-                self._deliver(occupant.request, event, finish)
-                if occupant.request.processor is not None and not occupant.request.done:
-                    self._open_gate(slot, occupant, int(event["position"]) + 1)
-            if retired or finish is not Finish.NONE:
-                self._pages.release(occupant.lease, occupant.computed())
-                self._slots[slot] = None
-
-    def _open_gate(self, slot: int, occupant: _Occupant, position: int) -> None:
-        """Let a gated slot sample its next token, with the bias that the processor wants there."""
-        bias = occupant.request.next_bias(self.runtime.manifest.vocab)
-        if bias is not None and not occupant.request.done:
-            self.runtime.set_bias(slot, bias)
-            occupant.gate = position  # posted by _post_changes
-
-    def _deliver(self, request: Request, event: Any, finish: Finish) -> None:
-        token = int(event["token"])
-        reason = REASONS.get(finish)
-        if reason is None and token in request.stops[MAX_STOPS:]:
-            reason = "stop"  # the slot is retired by the next _post_changes
-        wanted = request.params.logprobs
-        top: tuple[tuple[int, float], ...] = ()
-        if wanted:
-            count = int(event["top_count"])
-            top = tuple(zip(event["top_token"][:count].tolist(), event["top_logprob"][:count].tolist()))
-        logprob = float(event["logprob"]) if wanted is not None else None
-        hidden = self._hidden(request, event) if request.wants_hidden else None
-        request.put(Token(token, logprob, top, int(event["time_ns"]), hidden), reason)
-
-    def _hidden(self, request: Request, event: Any) -> npt.NDArray[np.float32]:
-        """What the head read for the token of an event; with the first, that of the whole prompt."""
-        slot, position = int(event["slot"]), int(event["position"])
-        if request.prompt_hidden is None:
-            request.prompt_hidden = self.runtime.hidden(slot, 0, len(request.prompt_ids))
-        return self.runtime.hidden(slot, position - 1, position).reshape(-1)
 
     def _recover(self, fault: BaseException) -> None:
         """After a fault (or a failed job): fail the requests in slots, start again from a clean state."""
         self._recovering = True
         log.error("the kernel ended, its requests fail and it starts again: %s", fault)
         self._faults += isinstance(fault, DeviceFault)
-        for slot, occupant in enumerate(self._slots):
-            if occupant:
-                occupant.request.fail(fault)
-                self._slots[slot] = None
-        self._pages.release_all()
+        self._slots.clear(fault)
         self._base = (self._steps, self._kernel_tokens)
         self.runtime.reset()
         self._recovering = False
@@ -568,7 +439,7 @@ class Engine:
         with self._changed:
             self._closing = True
             self._failure = error
-            left = [*self._queue, *(o.request for o in self._slots if o)]
+            left = [*self._queue, *(o.request for o in self._slots)]
             jobs = [*self._jobs, *self._between, *self._side_jobs]
             for waiting in (self._queue, self._jobs, self._between, self._side_jobs):
                 waiting.clear()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megakernel.errors import InvalidRequest, MegakernelError
+from megakernel.kv_tensors import Kv
 from megakernel.sampling import SamplingParams
 
 
@@ -87,6 +88,8 @@ class Request:
         self.embeddings: npt.NDArray[np.float32] | None = None  # in the order of the ids below 0, for which they stand
         self.wants_hidden = False
         self.prompt_hidden: npt.NDArray[np.float32] | None = None  # [prompt, hidden], from the first token on
+        self.keeps_kv = False
+        self.kv: Kv | None = None  # of a request that keeps them: from its end on, unless it was cancelled or failed
         self.slot: int | None = None  # the slot that it got
         self._cancel = cancel
         self._listen = listen

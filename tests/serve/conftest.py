@@ -63,11 +63,11 @@ def demo() -> Iterator[Running]:
 def unhurried(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come 2 ms apart, so that the loop has time to hand over on any machine."""
     tiny.wait(tiny.idle)
-    engine = tiny.host.model.engine  # type: ignore[union-attr]
-    before = engine._deliver
+    slots = tiny.host.model.engine._slots  # type: ignore[union-attr]
+    before = slots._deliver
 
     def later(*event: Any) -> None:
         time.sleep(0.002)
         before(*event)
 
-    monkeypatch.setattr(engine, "_deliver", later)
+    monkeypatch.setattr(slots, "_deliver", later)

@@ -304,14 +304,14 @@ def test_a_device_that_is_gone_while_nothing_runs(open_tiny: Callable[..., LLM])
 def test_what_runs_when_a_drain_ends_is_told(open_tiny: Callable[..., LLM]) -> None:
     """An error event in a stream, a status for who waits for a whole answer; then the server is gone."""
     with serving(open_tiny, drain_timeout_s=0.4) as server:
-        engine = server.host.model.engine  # type: ignore[union-attr]
-        deliver = engine._deliver
+        slots = server.host.model.engine._slots  # type: ignore[union-attr]
+        deliver = slots._deliver
 
         def slowly(*event: Any) -> None:
             time.sleep(0.02)
             deliver(*event)
 
-        engine._deliver = slowly  # type: ignore[method-assign]
+        slots._deliver = slowly  # type: ignore[method-assign]
         stream, whole = send(server, LONG), send(server, {**LONG, "stream": False})
         told = stream.recv(10)
         server.wait(lambda: server.host.outstanding == 2)
@@ -320,7 +320,7 @@ def test_what_runs_when_a_drain_ends_is_told(open_tiny: Callable[..., LLM]) -> N
         while part := stream.recv(65536):
             told += part
         assert 0.3 < time.perf_counter() - began < 1.5
-        engine._deliver = deliver  # type: ignore[method-assign]
+        slots._deliver = deliver  # type: ignore[method-assign]
         *_, last = dechunked(told).strip().split(b"\n\n")
         error = json.loads(last.removeprefix(b"data: "))["error"]
         assert error["code"] == "shutting_down" and "had not ended 0.4 s later" in error["message"]

@@ -23,7 +23,7 @@ LAYERS: dict[str, int] = {
     "builder": 4,
     "faults": 5, "runtime": 5, "kv_cache": 5, "sampling": 5, "request": 5, "recording": 5,
     "flow_ranks": 6, "ranks": 6, "rank_process": 6,
-    "kv_tensors": 6, "engine": 6, "opening": 6, "probe": 6, "timeline": 2, "clocks": 3, "flow": 6,
+    "kv_tensors": 5, "slots": 6, "engine": 6, "opening": 6, "probe": 6, "timeline": 2, "clocks": 3, "flow": 6,
     "module": 7, "output": 7, "llm": 8, "bench": 9, "perfetto_file": 4, "profile": 9, "device_report": 10, "bisect": 9,
     "report": 9, "serve": 9, "cli": 11, "__main__": 12, "__init__": 12,
 }  # fmt: skip

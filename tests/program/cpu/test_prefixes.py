@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import suppress
 from dataclasses import replace
+from queue import Queue
 
 import numpy as np
 import pytest
 
 from megakernel.engine import Engine
 from megakernel.errors import CapacityError, InvalidRequest
+from megakernel.kv_tensors import Kv
 from megakernel.llm import LLM
+from megakernel.request import Request
 from megakernel.sampling import SamplingParams
 
 from .conftest import TINY, Open
@@ -136,26 +140,56 @@ def test_looking_at_logits_forgets_prefixes(opened: Open) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- tensors
-def sequence(llm: LLM, ids: list[int], count: int):
-    """The K and V of a running sequence, and its request."""
-    request = llm.engine.submit(ids, params(300))
-    iterator = iter(request)
-    for _ in range(count):
-        next(iterator)
-    return request, llm.engine.kv(request.slot)
+def sequence(llm: LLM, ids: list[int], count: int) -> Kv:
+    """K and V of a prompt and `count` tokens after it, but for those of the last."""
+    request = llm.engine.submit(ids, params(count), keep_kv=True)
+    request.result(60)
+    assert request.kv is not None and len(request.kv.tokens) == len(ids) + count - 1
+    return request.kv
+
+
+def test_keys_and_values_of_what_runs(opened: Open) -> None:
+    """By slot and by request, while it runs; no others' when it has ended."""
+    llm = opened()
+    ids = prompt(17, 40)
+    whole = sequence(llm, ids, 300)
+    for ask in (lambda r: r.slot, lambda r: r):
+        for _ in range(50):  # a busy machine may look when it has ended
+            request = llm.engine.submit(ids, params(300))
+            next(iter(request))
+            with suppress(InvalidRequest):
+                kv = llm.engine.kv(ask(request))
+                break
+        else:
+            raise AssertionError("it had ended 50 times")
+        size = len(kv.tokens)
+        assert 40 <= size <= 339 and kv.tokens == whole.tokens[:size]
+        assert kv.keys.tobytes() == whole.keys[:, :size].tobytes()
+        assert kv.values.tobytes() == whole.values[:, :size].tobytes()
+        request.result(60)
+    other = llm.engine.submit(prompt(18, 30), params(300))  # may get the slot of the one that ended
+    with pytest.raises(InvalidRequest, match=rf"kv: request {request.number} holds no slot.*keep_kv=True"):
+        llm.engine.kv(request)
+    other.cancel()
+
+
+def test_a_cancelled_request_keeps_nothing(opened: Open) -> None:
+    made: Queue[Request] = Queue()
+    request = opened().engine.submit(prompt(19, 30), params(300), listen=lambda: made.get().cancel(), keep_kv=True)
+    made.put(request)  # cancelled at its first token
+    made.put(request)  # and told of its end
+    assert request.result(60).finish_reason == "cancelled" and request.kv is None
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "bf16", pytest.param("f16", marks=pytest.mark.slow)])
 def test_keys_and_values_are_in_place(opened: Open, kv_dtype: str) -> None:
     ids = prompt(13, 75)
-    request, kv = sequence(opened(kv_dtype=kv_dtype), ids, 1)
-    request.cancel()
-    assert kv.tokens[:75] == tuple(ids) and kv.keys.shape == (3, len(kv.tokens), 2, 16)
+    kv = sequence(opened(kv_dtype=kv_dtype), ids, 1)
+    assert kv.tokens == tuple(ids) and kv.keys.shape == (3, 75, 2, 16)
     # Rotation keeps the length of each pair, so keys of one token at two places have one length.
     twin = prompt(13, 75)
     twin[1:] = [ids[0]] * 74
-    request, other = sequence(opened(kv_dtype=kv_dtype), twin, 1)
-    request.cancel()
+    other = sequence(opened(kv_dtype=kv_dtype), twin, 1)
     first = np.linalg.norm(np.asarray(other.keys[0, :75], np.float32), axis=-1)
     assert np.allclose(first, first[:1], rtol=2e-2)
     values = np.asarray(other.values[0, :75], np.float32)
@@ -166,19 +200,13 @@ def test_keys_and_values_are_in_place(opened: Open, kv_dtype: str) -> None:
 @pytest.mark.parametrize("count", [1, 15, 30])  # to inside a page, to its end, to inside the next
 def test_exported_and_imported_elsewhere(opened: Open, count: int) -> None:
     ids = prompt(14, 50)
-    one = opened()
-    request, kv = sequence(one, ids, count)
-    request.cancel()
-    size = 50 + count - 1
-    assert len(kv.tokens) >= size  # the kernel went on meanwhile
-    kv = replace(kv, tokens=kv.tokens[:size], keys=kv.keys[:, :size], values=kv.values[:, :size])
+    kv = sequence(opened(), ids, count)
     after = [*kv.tokens, 9]
     want = alone(opened(share_prefixes=False), after, params(30))
     two = opened(max_slots=3, workers=1)
     two.engine.put_kv(kv)
     assert alone(two, after, params(30)) == want and hits(two.engine) == len(kv.tokens)
-    again, other = sequence(two, after, 1)
-    again.cancel()
+    other = sequence(two, after, 1)
     assert other.tokens[: len(kv.tokens)] == kv.tokens
     assert other.keys[:, : len(kv.tokens)].tobytes() == kv.keys.tobytes()
     assert other.values[:, : len(kv.tokens)].tobytes() == kv.values.tobytes()
@@ -187,9 +215,7 @@ def test_exported_and_imported_elsewhere(opened: Open, count: int) -> None:
 def test_imported_numbers_are_used(opened: Open) -> None:
     """Other values in the pages give other tokens: nothing is computed again in secret."""
     ids = prompt(15, 64)
-    llm = opened()
-    request, kv = sequence(llm, ids, 1)
-    request.cancel()
+    kv = sequence(opened(), ids, 1)
     wrong = opened()
     wrong.engine.put_kv(replace(kv, values=-kv.values))
     assert alone(wrong, [*ids, 3], params(5)) != alone(opened(share_prefixes=False), [*ids, 3], params(5))
@@ -197,10 +223,9 @@ def test_imported_numbers_are_used(opened: Open) -> None:
 
 def test_bad_tensors_are_refused(opened: Open) -> None:
     llm = opened(kv_pages=20)
-    request, kv = sequence(llm, prompt(16, 40), 1)
+    kv = sequence(llm, prompt(16, 40), 1)
     with pytest.raises(InvalidRequest, match="no request holds slot 7; there are slots 0 to 7"):
         llm.engine.kv(7)
-    request.cancel()
     with pytest.raises(InvalidRequest, match=r"kv: expected keys of shape \[3, \d+, 2, 16\].*got \[2, "):
         llm.engine.put_kv(replace(kv, keys=kv.keys[:2]))
     with pytest.raises(InvalidRequest, match=r"expected values of shape.*in f32, got .* float16"):

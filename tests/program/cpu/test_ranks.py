@@ -290,11 +290,9 @@ def test_keys_and_values_are_those_of_all_heads(shared: Open) -> None:
     one, two, eight = shared(), shared(tp=2), shared(tp=8)
 
     def exported(llm: LLM) -> Any:
-        request = llm.engine.submit(PROMPTS[1], greedy(200))
-        next(iter(request))
-        kv = llm.engine.kv(request.slot or 0)
-        request.cancel()
-        return kv
+        request = llm.engine.submit(PROMPTS[1], greedy(2), keep_kv=True)
+        request.result(60)
+        return request.kv
 
     a = exported(one)
     for llm in (two, eight):
