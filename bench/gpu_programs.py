@@ -34,7 +34,7 @@ class Steps:
 
 
 class Program(ABC):
-    """Ready to decode `steps` tokens at any context up to `most`; batch 1, bf16, random weights."""
+    """Ready to decode `steps` tokens at any context up to `most`; bf16, random weights, batch 1 unless it says more."""
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any], most: int, steps: int, device: str) -> None: ...
@@ -76,11 +76,13 @@ class Kernel(Program):
 
 
 class Torch(Program):
-    """transformers' model on a static cache; a step is one call that writes the next token and position in place."""
+    """transformers' model on a static cache; a step is one call that writes the next token and position in place.
+
+    `batch` streams at one position, whose tokens follow one another in those of a round."""
 
     compiled = False
 
-    def __init__(self, config: Mapping[str, Any], most: int, steps: int, device: str) -> None:
+    def __init__(self, config: Mapping[str, Any], most: int, steps: int, device: str, batch: int = 1) -> None:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
@@ -93,7 +95,7 @@ class Torch(Program):
             self.model = factory.from_config(made, dtype=torch.bfloat16).eval()
         length = -(-(most + steps + WARM_STEPS + 1) // 128) * 128
         self.cache = StaticCache(config=self.model.config, max_cache_len=length)
-        self.token = torch.ones((1, 1), dtype=torch.long, device=device)
+        self.token = torch.ones((batch, 1), dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
         self.step: Callable[[], None] = self._step
         with torch.inference_mode():
@@ -153,7 +155,7 @@ class Torch(Program):
             marks.append(_mark(self.torch, self.device))
             tokens.append(self.token.clone())
         times = _between(self.torch, marks)[WARM_STEPS - 1 :]
-        return Steps(tuple(times), tuple(int(t) for t in tokens))
+        return Steps(tuple(times), tuple(int(t) for row in tokens for t in row))
 
     def close(self) -> None:
         del self.model, self.cache, self.step
