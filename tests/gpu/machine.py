@@ -1,4 +1,7 @@
-"""What the tests of this folder run on: a GPU, or the device that MEGAKERNEL_TEST_DEVICE names (cpu tries them)."""
+"""What the tests of this folder run on: a GPU, or the device that MEGAKERNEL_TEST_DEVICE names.
+
+cpu tries the tests themselves. emulated runs the kernel for CUDA on the host (tests/cuda), a thousand times slower: for
+a few of them at a time, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from megakernel.devices import list_devices, open_device
 from megakernel.runtime import Runtime
 
 NAME = os.environ.get("MEGAKERNEL_TEST_DEVICE", "cuda")
-STATE = next((d.availability() for d in list_devices() if d.name.split(":")[0] == NAME), None)
+EMULATED = NAME == "emulated"
+STATE = next((d.availability() for d in list_devices() if d.name.split(":")[0] == ("cpu" if EMULATED else NAME)), None)
 needs_device = pytest.mark.skipif(
     STATE is None or not STATE.usable, reason=f"no {NAME}: {STATE.reason if STATE else 'no such device'}"
 )
@@ -63,15 +67,21 @@ def opened(
     name: str, *, workers: int | None = None, tunables: Tunables | None = None, **options: Any
 ) -> tuple[Runtime, Any, Any]:
     """A runtime, its graph and its weights. `tunables`: of the kernel for CUDA."""
-    device, config = open_device(NAME), MODELS[name]
+    device, config = _emulated(workers) if EMULATED else open_device(NAME), MODELS[name]
     if tunables is not None and isinstance(device, CudaDevice):
         device.tunables = tunables
-    target = device.target if workers is None else device.target.with_workers(workers)
+    target = device.target if workers is None or EMULATED else device.target.with_workers(workers)
     chosen = {"dtype": "bf16", "max_context": 1024, "max_slots": 4, **options}
     program = build_program(config, target, device, cache=Path(tempfile.gettempdir()) / "megakernel", **chosen)
     graph = build_graph(config)
     weights = random_weights(graph, seed=SEED, dtype="bf16")
-    return Runtime(program, device, weights.read, spin_budget_ns=5_000_000_000), graph, weights
+    return Runtime(program, device, weights.read, spin_budget_ns=(300 if EMULATED else 5) * 10**9), graph, weights
+
+
+def _emulated(workers: int | None) -> Any:
+    from tests.cuda.emulated import EmulatedCuda
+
+    return EmulatedCuda(3 if workers is None else min(workers, 5))
 
 
 def prompts(vocab: int, lengths: Sequence[int]) -> list[list[int]]:
