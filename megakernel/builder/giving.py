@@ -3,7 +3,7 @@
 Where one product reads a tensor (others may read it too, as what they add to their outputs), who writes the tensor
 also publishes it as the product's matrix operand: times the gamma of its norm, in the type of its weights, with the
 sums of squares of each eight columns. So the product's workers need not pack it first and hand it to each other. What
-is published lies behind the tensor. See device/cuda_room.cuh.
+is published lies behind the tensor. See device/cuda_packed.cuh.
 """
 
 from __future__ import annotations
