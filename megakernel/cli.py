@@ -121,6 +121,7 @@ def build_command(
     max_rows: Rows = None,
     workers: Workers = None,
     policy: Policy = "balanced",
+    paced: Annotated[bool, typer.Option(help="Steps can keep to a bound, as with --max-step-ms of serve.")] = False,
     tp: Tp = 1,
     output: Annotated[
         Path | None,
@@ -139,7 +140,7 @@ def build_command(
         try:
             program = build(
                 origin, goal, where, settings, progress, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots,
-                max_context=max_context, max_rows=max_rows, policy=policy, tp=tp,
+                max_context=max_context, max_rows=max_rows, policy=policy, paced=paced, tp=tp,
             )  # fmt: skip
             code = dict(where.code_report(program.binary))
             beside = {"report.json": json.dumps(code, indent=1) + "\n"} if code else {}

@@ -219,8 +219,8 @@ class Engine:
         if not self.runtime.manifest.paced:
             m = self.runtime.manifest
             raise InvalidRequest(
-                f"max_step_ms: a program for {m.target} with max_rows {m.max_rows} keeps to no bound; "
-                + ("build it with more than 16, or leave it out" if m.backend == "cuda" else "leave it out")
+                f"max_step_ms: this program for {m.target} with max_rows {m.max_rows} was built to keep to no bound; "
+                "build it with paced=True (--paced), or leave max_step_ms out"
             )
         runtime, m = self.runtime, self.runtime.manifest
         runtime.step_budget_ns = round(max_step_ms * 1e6)

@@ -88,7 +88,7 @@ class LLM:
             options: dict[str, Any] = {
                 "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
                 "max_rows": max_rows, "policy": policy, "inputs": inputs, "hidden": hidden,
-                "tp": tp,
+                "paced": max_step_ms is not None, "tp": tp,
             }  # fmt: skip
             self.program = build(origin, goal, where, chosen, progress, **options, chaos=chaos, trace=trace)
             config = dict(origin.config)

@@ -31,12 +31,14 @@ def compile(
     max_rows: int | None = None,
     workers: int | None = None,
     policy: str = "balanced",
+    paced: bool = False,
     tp: int = 1,
     settings: Settings | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Build the program of a model for `target` (whose hardware need not be here), or for `device`, or for the CPU.
-    `tp`: devices that run it together; the program is that of rank 0.
+    `paced`: its steps can keep to `Engine`'s max_step_ms. `tp`: devices that run it together; the program is that of
+    rank 0.
 
     Raises TargetError, CheckpointError, LoweringError, ScheduleError, BuildError, NoCompiler."""
     chosen = settings or read_settings()
@@ -45,7 +47,7 @@ def compile(
     try:
         return build(
             origin, goal, where, chosen, progress, dtype=dtype, kv_dtype=kv_dtype, max_slots=max_slots,
-            max_context=max_context, max_rows=max_rows, policy=policy, tp=tp, chaos=False,
+            max_context=max_context, max_rows=max_rows, policy=policy, paced=paced, tp=tp, chaos=False,
         )  # fmt: skip
     finally:
         origin.close()

@@ -77,13 +77,15 @@ def plan_graph(
     keep_tensors: bool = False,
     inputs: bool = False,
     hidden: bool = False,
+    paced: bool = False,
 ) -> Plan:
     """Tasks, memory and a verified schedule of a graph; needs no compiler and no device.
 
     keep_tensors: no two tensors of a step share memory, so that all can be looked at after it. inputs: a prompt may
-    have embeddings instead of tokens. hidden: what the head reads goes out to the host."""
+    have embeddings instead of tokens. hidden: what the head reads goes out to the host. paced: steps can keep to the
+    budget of `max_step_ms`; on the CPU, and with more than 16 rows on CUDA, they can anyway."""
     limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, max_rows or TILE_ROWS)
-    limits = replace(limits, inputs=inputs, hidden=hidden)
+    limits = replace(limits, inputs=inputs, hidden=hidden, paced=paced)
     lowered = lower(graph, target, limits)
     if max_rows is None and (rows := _rows(lowered, limits, target)) != limits.max_rows:
         limits = replace(limits, max_rows=rows)
@@ -128,6 +130,7 @@ def build_program(
     keep_tensors: bool = False,
     inputs: bool = False,
     hidden: bool = False,
+    paced: bool = False,
     tp: int = 1,
     chaos: bool = False,
     trace: bool = False,
@@ -143,7 +146,7 @@ def build_program(
     options: dict[str, Any] = {
         "dtype": dtype, "kv_dtype": kv_dtype, "max_slots": max_slots, "max_context": max_context,
         "max_rows": max_rows, "policy": policy, "keep_tensors": keep_tensors, "inputs": inputs, "hidden": hidden,
-        "tp": tp,
+        "paced": paced, "tp": tp,
     }  # fmt: skip
     return _built(
         dict(config), lambda: make_plan(config, target, **options), target, device, cache, name, options,

@@ -61,6 +61,7 @@ class Limits:
     max_rows: int
     inputs: bool = False  # rows of the host may stand for tokens of a prompt
     hidden: bool = False  # what the head reads goes out to the host
+    paced: bool = False  # steps can keep to a budget, on targets too where that takes a kernel of its own
 
     @property
     def sampled_rows(self) -> int:
@@ -385,7 +386,7 @@ class _Lowering:
             sample.node("sample", vocab=vocab, logits=self.graph.output, scaled="sample.scaled", result="sample.result",
                         max_rows=rows)
         )  # fmt: skip
-        paced = self.target.backend == "cpu" or self.limits.wide(self.target)
+        paced = self.limits.paced or self.target.backend == "cpu" or self.limits.wide(self.target)
         inputs = self.limits.inputs
         self.nodes.append(
             advance.node(

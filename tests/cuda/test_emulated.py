@@ -19,6 +19,7 @@ from megakernel.builder.build import build_graph, build_program
 from megakernel.errors import DeviceFault
 from megakernel.probe import forced_logits
 from megakernel.runtime import Runtime
+from megakernel.tasks.record import LAUNCH
 from tests.cuda.emulated import EmulatedCuda
 from tests.gpu.machine import prompts
 
@@ -112,6 +113,23 @@ def test_same_tokens_on_any_number_of_workers(workers: int, cache: Path) -> None
         finally:
             run.close()
     assert tokens[0] == tokens[1]
+
+
+def test_a_bound_keeps_steps_of_a_paced_program_short(cache: Path) -> None:
+    """A bound that no prompt row fits: one at a time beside the other sequence."""
+    made = []
+    run = opened(ONE_LAYER, cache, 2, max_rows=4, paced=True)[0]
+    assert run.manifest.paced
+    given = prompts(run.manifest.vocab, (1, 6))
+    try:
+        for run.step_budget_ns in (0, 1):
+            run.first_chunk = 1
+            tokens = generate(run, given, 4)
+            made.append((tokens, run.buffer("launch").host.view(LAUNCH.dtype)[0]["steps_run"]))
+    finally:
+        run.close()
+    (free, few), (bounded, many) = made
+    assert free == bounded and (few, many) == (5, 7)  # the second prompt: 3 rows in the first step, 3 more, or 1, 1, 1
 
 
 def test_a_worker_that_never_starts_is_a_fault(cache: Path) -> None:

@@ -345,7 +345,7 @@ def test_fault_records_are_read_with_care() -> None:
 def test_a_bound_of_steps_needs_a_paced_program() -> None:
     device = FakeDevice()
     runtime = Runtime(fake_program(), device, no_weights)
-    with pytest.raises(InvalidRequest, match=r"with max_rows \d+ keeps to no bound"):
+    with pytest.raises(InvalidRequest, match=r"with max_rows \d+ was built to keep to no bound; build it with paced"):
         Engine(runtime, max_step_ms=5.0)
     runtime.close()
 
