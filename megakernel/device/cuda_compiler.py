@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,17 @@ def compile_flags(target: Target, chaos: bool, trace: bool, tunables: Tunables =
 def compile_cubin(source: KernelSource, include: Path, flags: Sequence[str]) -> tuple[bytes, str]:
     """The cubin and the compiler's log. Raises NoCompiler without the wheels, BuildError with the log."""
     nvrtc = open_nvrtc()
+    with compiled_program(source, include, flags) as (program, log):
+        size = checked(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = _room(size)
+        checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin[:size], log
+
+
+@contextmanager
+def compiled_program(source: KernelSource, include: Path, flags: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """NVRTC's program, destroyed at the end, and the compiler's log. Raises as `compile_cubin`."""
+    nvrtc = open_nvrtc()
     headers = {"stdint.h": PRELUDE, **source.headers}
     names = [n.encode() for n in headers]
     texts = [t.encode() for t in headers.values()]
@@ -98,10 +110,7 @@ def compile_cubin(source: KernelSource, include: Path, flags: Sequence[str]) -> 
         if int(status) != 0:
             first = max(0, text.find("error:") - 200)
             raise BuildError(f"NVRTC {' '.join(flags)}\nended with {status.name}:\n{text[first : first + 8000]}")
-        size = checked(nvrtc.nvrtcGetCUBINSize(program))
-        cubin = _room(size)
-        checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin[:size], text
+        yield program, text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

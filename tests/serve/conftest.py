@@ -26,8 +26,8 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("serve-cache")
+def serve_cache(shared_cache: Path) -> Path:
+    return shared_cache
 
 
 @pytest.fixture(scope="session")

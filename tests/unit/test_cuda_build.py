@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megakernel.architectures import known_models, shape_config, shape_names
-from megakernel.builder.build import make_plan, plan_source
+from megakernel.builder.build import Plan, make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
 from megakernel.device import cuda, cuda_compiler
 from megakernel.device.cuda_compiler import STAGE_BYTES
@@ -164,20 +164,40 @@ def test_a_compilation_leaves_the_bytes_of_others_alone() -> None:
 
 @needs_wheels
 def test_the_flavour_with_random_delays_compiles() -> None:
-    assert built("sm_90a", chaos=True)[0] != built("sm_90a")[0]
+    plan = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4)
+    assert "random_delay" in ptx(plan, chaos=True) and "random_delay" not in ptx(plan)
 
 
-def _compiles(shape: str, name: str) -> None:
+def ptx(plan: Plan, include: Path = INCLUDE, **flavour: bool) -> str:
+    """What the compiler makes before it chooses registers and places: everything that a source can change, and a
+    quarter of the time."""
+    source, target = plan_source(plan, **flavour), plan.target
+    flags = cuda_compiler.compile_flags(target, flavour.get("chaos", False), flavour.get("trace", False))
+    virtual = [f.replace("=sm_", "=compute_") if f.startswith("--gpu-architecture") else f for f in flags]
+    nvrtc = cuda_compiler.open_nvrtc()
+    with cuda_compiler.compiled_program(source, include, virtual) as (program, _):
+        text = b" " * cuda_compiler.checked(nvrtc.nvrtcGetPTXSize(program))
+        cuda_compiler.checked(nvrtc.nvrtcGetPTX(program, text))
+    return text.decode()
+
+
+def _planned(shape: str, name: str) -> Plan:
     target = find_target(name)
     plan = make_plan(shape_config(shape), target, max_context=4096, max_slots=1)
     assert plan.lowered.piece_tokens * plan.lowered.head_dim * 4 <= cuda_compiler.stages_of(target) * STAGE_BYTES
-    _, log = cuda_compiler.compile_cubin(plan_source(plan), INCLUDE, cuda_compiler.compile_flags(target, False, False))
+    return plan
+
+
+def _compiles(shape: str, name: str) -> None:
+    plan = _planned(shape, name)
+    flags = cuda_compiler.compile_flags(plan.target, False, False)
+    _, log = cuda_compiler.compile_cubin(plan_source(plan), INCLUDE, flags)
     assert "error" not in log
 
 
 @needs_wheels
 def test_a_page_of_large_heads_takes_two_stages() -> None:
-    _compiles("gemma-3-1b", "sm_90a")
+    assert ".entry mk_worker" in ptx(_planned("gemma-3-1b", "sm_90a"))
 
 
 ARCHITECTURES = set(known_models())

@@ -48,8 +48,8 @@ def reference(folder: Path, seed: int = 1) -> tuple[Graph, RandomWeights]:
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def cache(shared_cache: Path) -> Path:
+    return shared_cache
 
 
 @pytest.fixture(scope="session")
