@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench import batch_torch
-from bench.device_session import admit, loaded, randomise
+from bench.device_session import admit, loaded, randomise, tunable_values
 from bench.ending import run
 from megakernel.architectures import shape_config
 from megakernel.builder.build import build_graph, build_program
@@ -34,6 +34,7 @@ from megakernel.device.cuda import CudaDevice
 from megakernel.device.cuda_compiler import Tunables
 from megakernel.devices import open_device
 from megakernel.engine import Engine
+from megakernel.errors import InvalidRequest
 from megakernel.request import Request
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
@@ -43,13 +44,17 @@ WARM_STEPS = 6
 ROUNDS = 5  # of a prompt
 ALONE = 50  # tokens of a stream before the long prompt comes
 AGAINST = ("graph", "compile", "prompt", "products")
+LAUNCH_S = 600.0  # longest that a launch may take: processors are slow
 Line = Mapping[str, Any]
 
 
 def opened(config: Line, device: str, slots: int, rows: int, context: int, tunables: Sequence[str]) -> Runtime:
+    chosen = Tunables(**tunable_values(tunables))
     where = open_device(device)
     if isinstance(where, CudaDevice):
-        where.tunables = Tunables(**{name: int(value) for name, value in (t.split("=") for t in tunables)})
+        where.tunables = chosen
+    elif tunables:
+        raise InvalidRequest(f"--tunable: expected none, device {device} has no tunables; got {', '.join(tunables)}")
     program = build_program(
         config, where.target, where, cache=Path(tempfile.gettempdir()) / "megakernel", dtype="bf16", max_slots=slots,
         max_rows=rows, max_context=context,
@@ -66,7 +71,7 @@ def decode(run: Runtime, batch: int, context: int, steps: int) -> Line:
     for slot in range(batch):
         admit(run, slot, [1 + slot], context + steps + 1, start=context)
     run.launch(steps)
-    run.finish(60.0)
+    run.finish(LAUNCH_S)
     events = run.events()
     ends = [int(events["time_ns"][events["step"] == step].max()) for step in np.unique(events["step"])]
     gaps = np.diff(ends)[WARM_STEPS:] / 1000.0
@@ -88,10 +93,10 @@ def prefill(run: Runtime, length: int, flops: float) -> Line:
         randomise(run)
         admit(run, 0, some_tokens(run.manifest.vocab, length), length + 1)
         began = time.perf_counter()
-        run.launch(10_000)
-        report = run.finish(60.0)
+        while not len(run.events()):  # a launch is bounded, a long prompt may take several
+            run.launch(10_000)
+            report = run.finish(LAUNCH_S)
         times.append((time.perf_counter() - began) * 1e3)
-        run.events()
     ms = statistics.median(times)
     return {"prompt": length, "ms": ms, "least_ms": min(times), "tflops": flops / ms / 1e9, "steps": report.steps_run}
 
@@ -140,6 +145,10 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
     slots = max([*args.batch, args.streams + 1] if args.beside else args.batch or [1])
     began = time.perf_counter()
     run = opened(config, args.device, slots, args.rows, longest, args.tunable)
+    if args.batch and run.max_steps(args.steps) < args.steps:
+        most = run.max_steps(args.steps)
+        run.close()
+        raise InvalidRequest(f"--steps: expected at most {most}, a launch's with {slots} slots, got {args.steps}")
     yield {"shape": args.shape, "rows": args.rows, "tunables": args.tunable, "ready_s": time.perf_counter() - began}
     try:
         for batch in args.batch:
@@ -203,6 +212,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("batch", "prompt", "beside"):
         if bad := [n for n in getattr(given, name) if n < 1]:
             parser.error(f"--{name}: expected numbers of at least 1, got {bad[0]}")
+    for name, least in (("rows", 1), ("streams", 1), ("context", 0)):
+        if getattr(given, name) < least:
+            parser.error(f"--{name}: expected a number of at least {least}, got {getattr(given, name)}")
+    if not (given.batch or given.prompt or given.beside):
+        parser.error("--batch, --prompt, --beside: expected a number for one of them, got none")
     if given.steps <= WARM_STEPS + 1:
         parser.error(f"--steps: expected more than {WARM_STEPS + 1}, of which {WARM_STEPS} are warm, got {given.steps}")
     return given

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megakernel.builder.build import build_graph, build_program
 from megakernel.builder.program import Manifest, Program
 from megakernel.device.cuda import CudaDevice, Tunables
 from megakernel.devices import open_device
-from megakernel.errors import DeviceFault
+from megakernel.errors import DeviceFault, InvalidRequest
 from megakernel.probe import FORCED, forced_logits
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
@@ -46,6 +47,18 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "hidden_act": "silu", "attention_bias": False,
     },
 }  # fmt: skip
+
+
+def tunable_values(words: Sequence[str]) -> dict[str, int]:
+    """The kernel's tunables from NAME=VALUE. Raises InvalidRequest."""
+    known = [f.name for f in fields(Tunables)]
+    found = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in known or not value.strip().isdecimal():
+            raise InvalidRequest(f"tunable: expected NAME=NUMBER with a name of {', '.join(known)}, got {word!r}")
+        found[name] = int(value)
+    return found
 
 
 def build(config: Mapping[str, Any], **options: Any) -> tuple[Any, Program]:
@@ -222,8 +235,7 @@ def main(argv: Sequence[str]) -> None:
     times.add_argument("contexts", nargs="*", type=int, default=[32, 512])
     what.add_parser("models", help="see python -m bench.models --help")
     for word in [a for a in argv if "=" in a]:
-        name, value = word.split("=")
-        TUNABLES[name] = int(value)
+        TUNABLES.update(tunable_values([word]))
     given = parser.parse_args([a for a in argv if "=" not in a])
     if given.what == "time":
         return time_shape(given.shape, given.contexts)

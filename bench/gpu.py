@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,14 +59,18 @@ def compare(
     config: Mapping[str, Any], shape: str, contexts: Sequence[int], programs: Sequence[str], *,
     device: str = "cuda", steps: int = 100, rounds: int = 3, say: Say = lambda _text: None, **options: Any,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows of one shape, a context at a time. Raises InvalidRequest for a context that the model has not."""
+    """Rows of one shape, a context at a time; those that the model has not are left out, and `say` says so. Raises
+    InvalidRequest when none is left."""
     most = int(config.get("max_position_embeddings", 1 << 30))
     wanted = [c for c in contexts if c + steps < most]
+    left_out = [str(c) for c in contexts if c not in wanted]
     if not wanted or min(wanted) < 1 or steps < 2 or rounds < 1:
         raise InvalidRequest(
             f"bench.gpu: {shape} allows contexts of 1 to {most - steps - 1} at {steps} steps, got {list(contexts)}; "
             f"expected steps of at least 2 and rounds of at least 1, got {steps} and {rounds}"
         )
+    if left_out:
+        say(f"{shape}: its {most} positions are too few for contexts {', '.join(left_out)}, which are left out")
     running: dict[str, Program] = {}
     try:
         for name in ("megakernel", *programs):
@@ -166,6 +171,9 @@ def main(
     unknown = sorted(set(programs) - set(PROGRAMS))
     if unknown:
         raise InvalidRequest(f"--against: unknown {', '.join(unknown)}; known: {', '.join(PROGRAMS)}, none")
+    for option, path in (("--json", json_lines), ("--plot", picture)):
+        if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+            raise InvalidRequest(f"{option} {path}: expected a file in a folder that can be written")
     rows: list[Row] = []
     for name in shape or SHAPES:
         for row in compare(

@@ -11,6 +11,7 @@ the task that put a wrong part in, and a wrong split shows where the parts meet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,20 +29,24 @@ from megakernel.graph import Graph, Node
 from megakernel.interpret import Interpreter
 from megakernel.opening import build, load, target_of, workers_of_rank
 from megakernel.origin import Origin, Progress, open_origin
-from megakernel.probe import forced_logits
+from megakernel.probe import forced_logits, whole_ids
 from megakernel.ranks import LocalRank, Ranks
 from megakernel.runtime import Runtime
 from megakernel.settings import Settings, read_settings
 
 Array = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+TORCH_TYPES: Mapping[str, str] = {"f16": "float16", "bf16": "bfloat16"}
 LIMITS: Mapping[str, float] = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}  # relative error, 2-norm of a row
+ROUNDING = 4.0  # an error above the limit is a task's fault when it is this many times that of rounding alone
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor of the step. `error`: the largest relative error of a row (2-norm); `row`, `column`: where the largest
-    single difference is; `got`, `expected` there; `tile` and `worker`: who computes that column, -1 where the tiles of
-    the task do not share out the columns. `rank` and `device`: who has the tensor; of one device rank 0."""
+    """One tensor of the step. `error`: the relative error (2-norm) of the row that is furthest above `limit`; `row`,
+    `column`: where the largest single difference is; `got`, `expected` there; `tile` and `worker`: who computes that
+    column, -1 where the tiles of the task do not share out the columns. `rank` and `device`: who has the tensor; of one
+    device rank 0."""
 
     rank: int
     device: str
@@ -79,10 +84,16 @@ def bisect(
     """Every tensor of the step that ends the prompt `tokens` (ids, or how many random ones), in the order of the tasks,
     and of each task those of all ranks.
 
-    limit: relative error above which a tensor is bad; None takes that of `dtype`. tp: devices that run the model
-    together. Raises what opening a model raises, DeviceFault for a task that never ends, MissingExtra without torch."""
+    limit: relative error above which a tensor is bad; None takes that of `dtype`, or in rows that rounding alone spoils
+    (where large sums cancel out) several times that of a reference that rounds what it multiplies. tp: devices that run
+    the model together. Raises what opening a model raises, DeviceFault for a task that never ends, MissingExtra without
+    torch."""
     from megakernel.devices import open_device
 
+    if limit is not None and not 0 <= limit < math.inf:
+        raise InvalidRequest(f"bisect: limit: expected a number of at least 0, got {limit}")
+    if seed < 0:
+        raise InvalidRequest(f"bisect: seed: expected an integer of at least 0, got {seed}")
     chosen = settings or read_settings()
     where = open_device(device)
     origin = open_origin(model, dtype=dtype, seed=seed, cache=chosen.cache, progress=progress)
@@ -96,7 +107,7 @@ def bisect(
         )  # fmt: skip
         runtime = load(program, where, origin, chosen, progress=progress)
         try:
-            return compare(runtime, graph, origin, ids, LIMITS[dtype] if limit is None else limit)
+            return compare(runtime, graph, origin, ids, limit)
         finally:
             runtime.close()
     finally:
@@ -109,13 +120,15 @@ def _prompt(tokens: Sequence[int] | int, graph: Graph, seed: int) -> list[int]:
     if not 1 <= wanted <= room:
         raise CapacityError(f"bisect: expected 1 to {room} tokens, got {wanted}")
     if not isinstance(tokens, int):
-        return [int(i) for i in tokens]
+        return whole_ids(tokens, graph.config.vocab, "bisect")
     return [int(i) for i in np.random.default_rng(seed).integers(0, graph.config.vocab, tokens)]
 
 
-def compare(runtime: Runtime, graph: Graph, origin: Origin, ids: Sequence[int], limit: float) -> tuple[Finding, ...]:
+def compare(
+    runtime: Runtime, graph: Graph, origin: Origin, ids: Sequence[int], limit: float | None = None
+) -> tuple[Finding, ...]:
     """The findings of one prompt on an open runtime, whose program keeps its tensors and which runs nothing else.
-    `graph`: of the whole model."""
+    `graph`: of the whole model. `limit` as of `bisect`."""
     m = runtime.manifest
     if not m.keeps_tensors:
         raise InvalidRequest(f"program {m.name} reuses the memory of its tensors; build it with keep_tensors")
@@ -124,16 +137,42 @@ def compare(runtime: Runtime, graph: Graph, origin: Origin, ids: Sequence[int], 
     whole = graph.interpret(read, ids, keep="all")
     first = (len(ids) - 1) // m.max_rows * m.max_rows  # of the tokens in the last step
     written = [(n, t) for n, info in enumerate(m.nodes) for t in info.writes if m.tensor(t).dtype == "f32"]
-    found: list[tuple[int, Finding]] = []
-    for part in _parts(runtime):
-        expected = _expected(graph, part, read, whole, ids)
-        for node, tensor in written:
-            if tensor not in expected:
-                continue
-            want = expected[tensor][-1:] if tensor.removesuffix(".part") == graph.output else expected[tensor][first:]
-            got = part.tensor(tensor)[: len(want), : want.shape[1]]
-            found.append((node, _finding(runtime.program, part, node, tensor, got, want, limit)))
-    return tuple(f for _, f in sorted(found, key=lambda pair: pair[0]))  # stable: of a node the ranks in order
+
+    def all_of(rounded: Mapping[str, Any] | None) -> tuple[Finding, ...]:
+        """What is found; with the tensors of a reference that rounds, rows may be as far off as it allows for."""
+        found: list[tuple[int, Finding]] = []
+        for part in _parts(runtime):
+            expected = _expected(graph, part, read, whole, ids)
+            like = None if rounded is None else _expected(graph, part, read, rounded, ids)
+            for node, tensor in written:
+                if tensor not in expected:
+                    continue
+                rows = slice(-1 if tensor.removesuffix(".part") == graph.output else first, None)
+                want = expected[tensor][rows]
+                got = part.tensor(tensor)[: len(want), : want.shape[1]]
+                limits = np.full(len(want), LIMITS[m.dtype] if limit is None else limit)
+                if like is not None:
+                    limits = np.maximum(limits, ROUNDING * _errors(like[tensor][rows], want))
+                found.append((node, _finding(runtime.program, part, node, tensor, got, want, limits)))
+        return tuple(f for _, f in sorted(found, key=lambda pair: pair[0]))  # stable: of a node the ranks in order
+
+    findings = all_of(None)
+    if limit is not None or m.dtype == "f32" or not any(f.bad for f in findings):
+        return findings
+    return all_of(_Rounded(graph, read, m.dtype).step(ids, keep="all"))
+
+
+class _Rounded(Interpreter):
+    """The reference, but what products and attention multiply is rounded to the type of the weights, as tasks do."""
+
+    def __init__(self, graph: Graph, weights: Callable[[str], Any], dtype: str) -> None:
+        super().__init__(graph, weights)
+        self._kind = getattr(self._torch, TORCH_TYPES[dtype])
+
+    def _run(self, node: Node, inputs: list[Any]) -> Any:
+        if node.op in ("linear", "attention"):
+            inputs = [x.to(self._kind).to(x.dtype) for x in inputs]
+        return super()._run(node, inputs)
 
 
 @dataclass(frozen=True)
@@ -227,17 +266,26 @@ def _ordered(value: Array, tensor: str, manifest: Manifest) -> Array:
     return np.where(order >= 0, value[:, order], np.float32(0))
 
 
-def _finding(program: Program, part: _Part, node: int, tensor: str, got: Array, want: Array, limit: float) -> Finding:
-    info = program.manifest.nodes[node]
+def _errors(got: Array, want: Array) -> Array:
+    """Relative error of each row, 2-norm; infinite where it is no number."""
     with np.errstate(all="ignore"):
         errors = np.linalg.norm(got - want, axis=1) / np.maximum(np.linalg.norm(want, axis=1), 1e-30)
+    found: Array = np.nan_to_num(errors, nan=np.inf)
+    return found
+
+
+def _finding(
+    program: Program, part: _Part, node: int, tensor: str, got: Array, want: Array, limits: Doubles
+) -> Finding:
+    info = program.manifest.nodes[node]
+    errors = _errors(got, want)
+    worst = int((errors - limits).argmax())
     off = np.where(np.isfinite(got), np.abs(got - want), np.inf)
     row, column = (int(i) for i in np.unravel_index(int(off.argmax()), off.shape))
     tile = column // info.tile_cols if info.tile_cols else -1
-    error = float(np.nan_to_num(errors, nan=np.inf).max())
     return Finding(
-        part.rank, part.device, info.name, info.task, tensor, info.layer, error, limit, row, column,
-        float(got[row, column]), float(want[row, column]), tile, _worker(program, node, tile),
+        part.rank, part.device, info.name, info.task, tensor, info.layer, float(errors[worst]), float(limits[worst]),
+        row, column, float(got[row, column]), float(want[row, column]), tile, _worker(program, node, tile),
     )  # fmt: skip
 
 

@@ -200,6 +200,8 @@ def generate(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         seed=seed, stop=stop, logprobs=logprobs, ignore_eos=ignore_eos,
     )  # fmt: skip
+    if system is not None and not chat:
+        raise InvalidRequest("--system: expected --chat beside it; without it the prompt is taken as it is")
     given = _prompt(prompt, token_ids, chat)
     with Stages(as_json) as progress:
         llm = LLM(
@@ -234,6 +236,8 @@ def schedule_command(
     as_json: Json = False,
 ) -> None:
     """Show the queues, their waits, and what `simulate` says of a step. Needs no compiler."""
+    if context < 0:
+        raise InvalidRequest(f"--context: expected 0 or more tokens, got {context}")
     settings = read_settings()
     goal = workers_of_rank(planned_target(target, device, workers, settings), tp, workers, settings)
     made = make_plan(
@@ -321,22 +325,23 @@ def bench(
 ) -> None:
     """Time decoding at batch 1, beside a plain read of the same bytes and other programs that are installed."""
     with Stages(as_json) as progress:
-        rows = list(
-            benchmarks.compare(
-                model, device=device, dtype=dtype, kv_dtype=kv_dtype, contexts=tuple(context or (32, 512)),
-                tokens=tokens, rounds=rounds, workers=workers, against=against, tp=tp, tp_processes=tp_processes,
-                progress=progress,
-            )
-        )  # fmt: skip
+        rows = []
+        for row in benchmarks.compare(
+            model, device=device, dtype=dtype, kv_dtype=kv_dtype, contexts=tuple(context or (32, 512)),
+            tokens=tokens, rounds=rounds, workers=workers, against=against, tp=tp, tp_processes=tp_processes,
+            progress=progress,
+        ):  # fmt: skip
+            rows.append(row)
+            if as_json:  # at once: the next may take long, and who stops it has this one
+                emit(asdict(row))
     if as_json:
-        for row in rows:
-            emit(asdict(row))
         return
     table(
         ("program", "context", "us a token", "tokens/s", "GB/s", "of plain read", "launches a token", "tokens hash"),
         [
             (r.program, r.context, f"{r.us_per_token:,.0f}", f"{r.tokens_per_s:.1f}", f"{r.gbps:.2f}",
-             f"{r.of_plain_read:.2f}", f"{r.launches_per_token:.3f}" if r.launches_per_token else "", r.tokens_hash)
+             f"{r.of_plain_read:.2f}" if r.of_plain_read else "",
+             f"{r.launches_per_token:.3f}" if r.launches_per_token else "", r.tokens_hash)
             for r in rows
         ],
     )  # fmt: skip

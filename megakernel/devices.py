@@ -27,6 +27,9 @@ def list_devices() -> list[Device]:
 def find_device(name: str) -> Device:
     """The device called `name` ("cpu", "cuda" or "cuda:0", ...), usable or not. Raises DeviceUnavailable."""
     devices = list_devices()
+    if not isinstance(name, str):
+        known = ", ".join(d.name for d in devices)
+        raise DeviceUnavailable(f"device: expected a Device or the name of one ({known}), got {name!r:.80}")
     wanted = [d for d in devices if d.name == name or d.name.split(":")[0] == name]
     if not wanted:
         kind = [d for d in devices if d.name == name.split(":")[0] and not d.availability().usable]

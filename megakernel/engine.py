@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -28,7 +29,15 @@ from megakernel.tasks.record import ExitReason
 T = TypeVar("T")
 log = logging.getLogger("megakernel.engine")
 POLL_S = 0.02  # how soon a request submitted while the kernel runs is seen when no token wakes the driver
+MAX_STEP_MS = 1e9  # in nanoseconds it has to fit 64 bits
 EMBEDDED = 1 << 30  # how many ids below 0 there are
+
+
+def check_step_bound(max_step_ms: float | None) -> None:
+    """Raises InvalidRequest for what is no time in milliseconds; None is none."""
+    number = isinstance(max_step_ms, Real) and not isinstance(max_step_ms, bool)
+    if max_step_ms is not None and not (number and 0 < max_step_ms <= MAX_STEP_MS):
+        raise InvalidRequest(f"max_step_ms: expected more than 0, at most {MAX_STEP_MS:g}, got {max_step_ms!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -214,8 +223,7 @@ class Engine:
         return self.between_launches(lambda runtime: runtime.stop_recording())
 
     def _bound_steps(self, max_step_ms: float) -> None:
-        if not max_step_ms > 0:
-            raise InvalidRequest(f"max_step_ms: expected more than 0, got {max_step_ms}")
+        check_step_bound(max_step_ms)
         if not self.runtime.manifest.paced:
             m = self.runtime.manifest
             raise InvalidRequest(
@@ -427,7 +435,8 @@ class Engine:
     def _recover(self, fault: BaseException) -> None:
         """After a fault (or a failed job): fail the requests in slots, start again from a clean state."""
         self._recovering = True
-        log.error("the kernel ended, its requests fail and it starts again: %s", fault)
+        what = "the kernel ended" if isinstance(fault, DeviceFault) else "what had the engine to itself failed"
+        log.error("%s, the requests that hold a slot fail and it starts again: %s", what, fault)
         self._faults += isinstance(fault, DeviceFault)
         self._slots.clear(fault)
         self._base = (self._steps, self._kernel_tokens)

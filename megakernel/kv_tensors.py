@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from megakernel.builder.layout import page_layouts
 from megakernel.errors import InvalidRequest
+from megakernel.probe import whole_ids
 from megakernel.runtime import NUMPY_TYPES, Runtime
 from megakernel.tasks.task import DType
 
@@ -57,17 +58,26 @@ def write_kv(runtime: Runtime, kv: Kv, places: Sequence[tuple[int, int]]) -> Non
 
 
 def check_kv(runtime: Runtime, kv: Kv) -> None:
-    """Raise InvalidRequest when the tensors are not of this program's shape and type."""
+    """Raise InvalidRequest when the tensors are not of this program's shape and type, or hold what is no number: that
+    would be a fault for every request beside the one that reads them."""
     m, kind, _, _ = _sizes(runtime)
-    shape = (m.kv_layers, len(kv.tokens), runtime.kv_heads, m.head_dim)
+    if not isinstance(kv, Kv):
+        raise InvalidRequest(f"kv: expected a Kv, as `Engine.kv` gives it, got {kv!r:.80}")
+    ids = whole_ids(kv.tokens, m.vocab, "kv")
+    if not 1 <= len(ids) <= m.max_context:
+        raise InvalidRequest(f"kv: expected 1 to {m.max_context} tokens, got {len(ids)}")
+    shape = (m.kv_layers, len(ids), runtime.kv_heads, m.head_dim)
     for name, array in (("keys", kv.keys), ("values", kv.values)):
+        if not isinstance(array, np.ndarray):
+            raise InvalidRequest(f"kv: expected {name} as a numpy array, got {type(array).__name__}")
         if array.shape != shape or array.dtype != kind:
             raise InvalidRequest(
                 f"kv: expected {name} of shape {list(shape)} (layers, tokens, kv_heads, head_dim) in {m.kv_dtype}, got "
                 f"{list(array.shape)} {array.dtype}"
             )
-    if not kv.tokens or len(kv.tokens) > m.max_context or not all(0 <= t < m.vocab for t in kv.tokens):
-        raise InvalidRequest(f"kv: expected 1 to {m.max_context} token ids from 0 to {m.vocab - 1}")
+        if not np.isfinite(array).all():
+            at = np.argwhere(~np.isfinite(array))[0].tolist()
+            raise InvalidRequest(f"kv: expected finite {name}, got {array[tuple(at)]} at {at}")
 
 
 def _sizes(runtime: Runtime) -> tuple[Any, np.dtype[Any], Array, Array]:

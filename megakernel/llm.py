@@ -15,13 +15,13 @@ from megakernel.builder.build import Plan, make_plan
 from megakernel.builder.shard import check_ranks
 from megakernel.device.device import Device
 from megakernel.devices import open_device
-from megakernel.engine import Engine, EngineStats
+from megakernel.engine import Engine, EngineStats, check_step_bound
 from megakernel.errors import InvalidRequest
 from megakernel.flow import timeline_of
 from megakernel.opening import build, load, target_of, workers_of_rank
 from megakernel.origin import Progress, open_origin
 from megakernel.output import Encoded, Flow, Output
-from megakernel.probe import forced_logits
+from megakernel.probe import check_forced, forced_logits
 from megakernel.request import Embedded, Processor
 from megakernel.runtime import MemoryReport
 from megakernel.sampling import SamplingParams
@@ -76,9 +76,15 @@ class LLM:
         for name, value, low in whole:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise InvalidRequest(f"{name}: expected an integer of at least {low}, got {value!r}")
+        switches = (("inputs", inputs), ("hidden", hidden), ("share_prefixes", share_prefixes), ("chaos", chaos),
+                    ("trace", trace), ("tp_processes", tp_processes))  # fmt: skip
+        for name, switch in switches:
+            if not isinstance(switch, bool):
+                raise InvalidRequest(f"{name}: expected True or False, got {switch!r:.80}")
+        check_step_bound(max_step_ms)
         check_ranks(tp)
         self._settings = chosen = settings or read_settings()
-        where = open_device(device) if isinstance(device, str) else device
+        where = device if isinstance(device, Device) else open_device(device)
         chosen.say(1, f"device {where.name}: {where.availability().description}")
         started = time.perf_counter()
         origin = open_origin(model, seed=seed, dtype=dtype, cache=chosen.cache, progress=progress)
@@ -109,13 +115,17 @@ class LLM:
         self.name = origin.name
         self.tokenizer = origin.tokenizer
         self.generation = origin.generation
-        self.engine = Engine(
-            runtime,
-            stop_ids=origin.generation.eos_token_ids,
-            steps_per_launch=steps_per_launch or chosen.steps_per_launch,
-            share_prefixes=share_prefixes,
-            max_step_ms=max_step_ms,
-        )
+        try:
+            self.engine = Engine(
+                runtime,
+                stop_ids=origin.generation.eos_token_ids,
+                steps_per_launch=steps_per_launch or chosen.steps_per_launch,
+                share_prefixes=share_prefixes,
+                max_step_ms=max_step_ms,
+            )
+        except BaseException:
+            runtime.close()
+            raise
 
     # ------------------------------------------------------------------------------------------ generating
     @overload
@@ -222,7 +232,8 @@ class LLM:
         """Float32 logits after token `start` and each one after it, [len(token_ids) - start, vocab].
 
         The first `start` + 1 tokens are a prompt, the others are forced one a launch: slow, for checking numbers."""
-        return self.engine.exclusive(lambda runtime: forced_logits(runtime, token_ids, start))
+        ids = check_forced(self.program.manifest, token_ids, start)
+        return self.engine.exclusive(lambda runtime: forced_logits(runtime, ids, start))
 
     def start_recording(self, steps: int | None = None, skip: int = 0) -> None:
         """Record the timeline of the next launches: `steps` steps (None: until it is stopped) after `skip` of them.

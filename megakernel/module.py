@@ -54,7 +54,7 @@ def from_module(
     Raises CaptureError naming the first operator that is not supported and its source line, and what `LLM` raises.
     """
     chosen = settings or read_settings()
-    where = open_device(device) if isinstance(device, str) else device
+    where = device if isinstance(device, Device) else open_device(device)
     goal = target_of(where, target, workers, chosen)
     captured = _captured(module, example_inputs)
     program = _build(

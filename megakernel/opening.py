@@ -11,7 +11,7 @@ from megakernel.builder.build import build_program, rank_program
 from megakernel.builder.program import Program
 from megakernel.device.device import Device
 from megakernel.devices import find_device, list_devices, open_device
-from megakernel.errors import CapacityError, DeviceUnavailable, ProgramError
+from megakernel.errors import CapacityError, DeviceUnavailable, ProgramError, TargetError
 from megakernel.origin import Origin, Progress, open_origin
 from megakernel.ranks import LocalRank, Member, ProcessRank, Ranks, rank_devices
 from megakernel.runtime import Runtime
@@ -77,11 +77,18 @@ def target_and_compiler(
 
 
 def target_of(device: Device, name: str | None, workers: int | None, settings: Settings) -> Target:
-    """The device's own target, or the named one, or the settings' if it is of the same backend; with `workers`."""
+    """The device's own target, or the named one, or the settings' if it is of the same backend; with `workers`.
+
+    Raises TargetError for one of another backend, whose kernel the device can neither build nor run."""
     own = device.target
     if name is None and settings.target and find_target(settings.target).backend == own.backend:
         name = settings.target
     goal = own if name in (None, own.name) else find_target(name or "")
+    if goal.backend != own.backend:
+        raise TargetError(
+            f"target {goal.name} is one of {goal.backend}, device {device.name} one of {own.backend}: give only one of "
+            "the two, or a device that has this target"
+        )
     return goal.with_workers(workers if workers is not None else settings.workers or own.workers)
 
 

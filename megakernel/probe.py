@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.builder.program import Manifest
 from megakernel.errors import CapacityError, InvalidRequest
 from megakernel.runtime import Runtime
 from megakernel.sampling import SamplingParams
@@ -20,13 +22,7 @@ def forced_logits(runtime: Runtime, token_ids: Sequence[int], start: int = 0) ->
 
     The first `start` + 1 tokens are a prompt; then each launch computes one more token in place of the sampled one."""
     m = runtime.manifest
-    ids = [int(i) for i in token_ids]
-    if not 0 <= start < len(ids) or len(ids) >= m.max_context:
-        raise CapacityError(
-            f"logits: expected 0 <= start < tokens < {m.max_context} (max_context), got start {start} of {len(ids)}"
-        )
-    if not all(0 <= i < m.vocab for i in ids):
-        raise InvalidRequest(f"logits: expected token ids from 0 to {m.vocab - 1}")
+    ids = check_forced(m, token_ids, start)
     _admit(runtime, ids, start)
     out = np.empty((len(ids) - start, m.vocab), np.float32)
     runtime.launch(-(-(start + 1) // m.max_rows))
@@ -38,6 +34,29 @@ def forced_logits(runtime: Runtime, token_ids: Sequence[int], start: int = 0) ->
         runtime.events()
         out[at - start] = runtime.tensor("logits")[0]
     return out
+
+
+def check_forced(m: Manifest, token_ids: Sequence[int], start: int) -> list[int]:
+    """The ids as `forced_logits` takes them. Raises CapacityError, InvalidRequest."""
+    ids = whole_ids(token_ids, m.vocab, "logits")
+    whole = isinstance(start, (int, np.integer)) and not isinstance(start, bool)
+    if not whole or not 0 <= start < len(ids) or len(ids) >= m.max_context:
+        raise CapacityError(
+            f"logits: expected 0 <= start < tokens < {m.max_context} (max_context), got start {start} of {len(ids)}"
+        )
+    return ids
+
+
+def whole_ids(token_ids: Sequence[int], vocab: int, what: str) -> list[int]:
+    """The ids as ints. Raises InvalidRequest for what is no id of the vocabulary; `what` begins its sentence."""
+    try:
+        ids = [operator.index(i) for i in token_ids]
+    except TypeError as e:
+        raise InvalidRequest(f"{what}: expected token ids, got {token_ids!r:.80}") from e
+    for at, number in enumerate(ids):
+        if not 0 <= number < vocab:
+            raise InvalidRequest(f"{what}: expected token ids from 0 to {vocab - 1}, got {number} at place {at}")
+    return ids
 
 
 def _admit(runtime: Runtime, ids: list[int], start: int) -> None:

@@ -22,7 +22,8 @@ from megakernel.settings import read_settings
 Command = TypeVar("Command", bound=Callable[..., None])
 INTERRUPTED = 130
 
-errors = Console(stderr=True)
+# Where no terminal is, a sentence is one line, for whoever searches it.
+errors = Console(stderr=True, soft_wrap=sys.stderr is None or not sys.stderr.isatty())
 
 
 def emit(value: Any) -> None:

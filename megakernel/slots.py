@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -177,7 +178,8 @@ class Slots:
     def kv(self, which: int | Request) -> Kv:
         """See `Engine.kv`."""
         slot = which.slot if isinstance(which, Request) else which
-        occupant = self._held[slot] if slot is not None and 0 <= slot < len(self._held) else None
+        known = isinstance(slot, Integral) and 0 <= slot < len(self._held)
+        occupant = self._held[int(slot)] if slot is not None and known else None
         if isinstance(which, Request):
             if occupant is None or occupant.request is not which:
                 raise InvalidRequest(
@@ -185,7 +187,7 @@ class Slots:
                     "back; ask while it runs, or submit it with keep_kv=True and read its `kv` at the end"
                 )
         elif occupant is None:
-            raise InvalidRequest(f"kv: no request holds slot {slot}; there are slots 0 to {len(self._held) - 1}")
+            raise InvalidRequest(f"kv: no request holds slot {slot!r:.40}; there are slots 0 to {len(self._held) - 1}")
         return self._read_kv(occupant)
 
     def _read_kv(self, occupant: Occupant) -> Kv:

@@ -84,7 +84,8 @@ def plan_graph(
     keep_tensors: no two tensors of a step share memory, so that all can be looked at after it. inputs: a prompt may
     have embeddings instead of tokens. hidden: what the head reads goes out to the host. paced: steps can keep to the
     budget of `max_step_ms`; on the CPU, and with more than 16 rows on CUDA, they can anyway."""
-    limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, max_rows or TILE_ROWS)
+    given = TILE_ROWS if max_rows is None else max_rows
+    limits = _limits(graph, target, dtype, kv_dtype, max_slots, max_context, given)
     limits = replace(limits, inputs=inputs, hidden=hidden, paced=paced)
     lowered = lower(graph, target, limits)
     if max_rows is None and (rows := _rows(lowered, limits, target)) != limits.max_rows:

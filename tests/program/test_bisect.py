@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from megakernel import bisect
 from megakernel.architectures import RandomWeights, random_weights
 from megakernel.bisect import Finding, compare
 from megakernel.builder.build import build_graph, build_program, rank_program
@@ -35,13 +36,15 @@ IDS = [int(i) for i in np.random.default_rng(0).integers(0, 263, 21)]  # a step 
 Change = Callable[[str, np.ndarray], np.ndarray]
 
 
-def findings(config: dict[str, Any], change: Change | None = None, **fields: Any) -> tuple[Finding, ...]:
+def findings(
+    config: dict[str, Any], change: Change | None = None, dtype: str = "f32", limit: float | None = 1e-4, **fields: Any
+) -> tuple[Finding, ...]:
     """With the weights that the kernel gets passed through `change`."""
     device, graph = QuickDevice(), build_graph(config)
     target = replace(device.target, workers=3, **fields)
-    weights: RandomWeights = random_weights(graph, seed=2)
+    weights: RandomWeights = random_weights(graph, seed=2, dtype=dtype)
     program = build_program(
-        config, target, device, cache=read_settings().cache, dtype="f32", max_context=64, max_slots=1, keep_tensors=True
+        config, target, device, cache=read_settings().cache, dtype=dtype, max_context=64, max_slots=1, keep_tensors=True
     )
 
     def read(name: str, dtype: str, rows: slice) -> np.ndarray:
@@ -51,7 +54,7 @@ def findings(config: dict[str, Any], change: Change | None = None, **fields: Any
     origin = Origin("tiny", config, lambda n, d, r: np.asarray(weights.read(n, d, r)), None, GenerationDefaults())
     runtime = Runtime(program, device, read)
     try:
-        return compare(runtime, graph, origin, IDS, 1e-4)
+        return compare(runtime, graph, origin, IDS, limit)
     finally:
         runtime.close()
 
@@ -81,6 +84,18 @@ def test_the_first_bad_task_is_named(tensor: str, node: str) -> None:
     found = findings(CONFIG, lambda name, data: data + 0.5 if name == tensor else data)
     first = next(f for f in found if f.bad)
     assert first.node == node and first.limit == 1e-4 and first.got != first.expected
+
+
+def test_rounding_alone_is_no_task_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model's own sums cancel out, rounding exceeds any fixed limit; here the limit is below all rounding."""
+    monkeypatch.setitem(bisect.LIMITS, "bf16", 1e-5)  # type: ignore[attr-defined]  # a dict underneath
+    found = findings(CONFIG, dtype="bf16", limit=None)
+    assert max(f.error for f in found) > 1e-3 and not [f for f in found if f.bad]
+    assert all(f.bad for f in findings(CONFIG, dtype="bf16", limit=1e-5) if f.tensor == "logits")
+
+    wrong = "model.layers.1.mlp.down_proj.weight"
+    found = findings(CONFIG, lambda name, data: data + data.dtype.type(0.5) * (name == wrong), dtype="bf16", limit=None)
+    assert next(f.node for f in found if f.bad) == "layers.1.mlp_residual"
 
 
 def test_the_tile_and_the_worker_are_named() -> None:
@@ -163,9 +178,25 @@ def test_the_command(folder: Path) -> None:
     run = CliRunner().invoke(app, ["bisect", str(folder), "--dtype", "f32", "--json", "--limit", "0", "--tp", "2"])
     last = json.loads(run.stdout.splitlines()[-1])
     assert run.exit_code == 1 and (last["first_bad"], last["first_bad_rank"]) == ("layers.0.attention.qkv", 0)
-    assert "of layers.0.attention.qkv on rank 0 (cpu)" in " ".join(run.output.split())
+    sentence = f"of layers.0.attention.qkv on rank 0 (cpu); {last['bad']} of {last['tensors']} tensors are bad\n"
+    assert sentence in run.output  # one line where no terminal is
     run = CliRunner().invoke(app, ["bisect", str(folder), "--tokens", "128"])
     assert run.exit_code == 1 and "expected 1 to 127 tokens, got 128" in run.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--seed", "-1"), "bisect: seed: expected an integer of at least 0, got -1"),
+        (("--limit", "-1"), "bisect: limit: expected a number of at least 0, got -1.0"),
+        (("--limit", "nan"), "bisect: limit: expected a number of at least 0, got nan"),
+        (("--token-ids", "1,263"), "bisect: expected token ids from 0 to 262, got 263 at place 1"),
+        (("--token-ids=-1"), "bisect: expected token ids from 0 to 262, got -1 at place 0"),
+    ],
+)
+def test_wrong_values_are_one_sentence(folder: Path, options: tuple[str, ...] | str, words: str) -> None:
+    run = CliRunner().invoke(app, ["bisect", str(folder), *([options] if isinstance(options, str) else options)])
+    assert run.exit_code == 1 and run.output == f"error: {words}\n"
 
 
 def test_a_program_that_reuses_memory_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megakernel import LLM, SamplingParams
+from megakernel import LLM, SamplingParams, compile
 from megakernel.architectures import find_model
 from megakernel.checkpoint import open_checkpoint
 from megakernel.checkpoint.demo import _not_downloaded
@@ -53,12 +53,31 @@ CONFIG: dict[str, Any] = {
         ({"target": "cpu"}, TargetError, "unknown target 'cpu'"),
         ({"policy": "best"}, MegakernelError, "unknown policy 'best'"),
         ({"dtype": "fp8"}, MegakernelError, "fp8"),
+        ({"max_rows": 0}, CapacityError, "max_rows 0: a step carries 1 to 512 rows"),
+        ({"max_step_ms": 0}, InvalidRequest, "max_step_ms: expected more than 0, at most 1e.09, got 0"),
+        ({"max_step_ms": float("nan")}, InvalidRequest, "max_step_ms: expected more than 0, .* got nan"),
+        ({"max_step_ms": float("inf")}, InvalidRequest, "max_step_ms: expected more than 0, .* got inf"),
+        ({"max_step_ms": 1e30}, InvalidRequest, "max_step_ms: expected more than 0, .* got 1e.30"),
+        ({"max_step_ms": "5"}, InvalidRequest, "max_step_ms: expected more than 0, .* got '5'"),
+        ({"max_step_ms": True}, InvalidRequest, "max_step_ms: expected more than 0, .* got True"),
+        ({"target": "sm_90a"}, TargetError, "target sm_90a is one of cuda, device cpu one of cpu: give only one"),
+        ({"target": "gfx942"}, TargetError, "target gfx942 is one of hip, device cpu one of cpu: give only one"),
+        ({"device": None}, MegakernelError, "device: expected a Device or the name of one (cpu, .*), got None"),
+        ({"device": 3}, MegakernelError, "device: expected a Device or the name of one (cpu, .*), got 3"),
+        ({"inputs": "x"}, InvalidRequest, "inputs: expected True or False, got 'x'"),
+        ({"share_prefixes": 1}, InvalidRequest, "share_prefixes: expected True or False, got 1"),
+        ({"trace": None}, InvalidRequest, "trace: expected True or False, got None"),
         ({"device": "gpu"}, MegakernelError, "gpu"),
     ],
 )
 def test_the_arguments_of_llm(options: dict[str, Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words.replace("(", r"\(")):
+    with pytest.raises(kind, match=words.replace("(", r"\(").replace(")", r"\)")):
         LLM("smollm2-135m", **options)
+
+
+def test_a_target_that_the_device_cannot_build() -> None:
+    with pytest.raises(TargetError, match="target sm_90a is one of cuda, device cpu one of cpu"):
+        compile("smollm2-135m", target="sm_90a", device="cpu")
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -41,6 +41,10 @@ def test_the_floor_is_the_steps_bytes_at_the_rate_of_the_read() -> None:
 
 
 def test_a_context_that_the_model_has_not() -> None:
+    said: list[str] = []
+    rows = compare(TINY["tiny-llama"], "tiny", [4096, 32], [], device="cpu", steps=6, rounds=1, say=said.append)
+    assert [r.context for r in rows] == [32]
+    assert said[0] == "tiny: its 2048 positions are too few for contexts 4096, which are left out"
     with pytest.raises(InvalidRequest, match="tiny allows contexts of 1 to 2041"):
         list(compare(TINY["tiny-llama"], "tiny", [4096], [], device="cpu", steps=6))
 

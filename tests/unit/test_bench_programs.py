@@ -22,6 +22,15 @@ NO_GPU = [
 NO_TWO_GPUS = ["tp", "tp --shape llama-3.1-70b", "hop", "tp_torch llama-3.1-8b 2 512 100 store 0"]
 WRONG = [
     ("device_session", "required: what"), ("device_session time qwen3-0.6b x", "invalid int value: 'x'"),
+    *((f"batch --device cpu --shape smollm2-135m {options}", words) for options, words in (
+        ("--batch --prompt", "--batch, --prompt, --beside: expected a number for one"),
+        ("--context -1", "--context: expected a number of at least 0, got -1"), ("--rows 0", "--rows: expected a number"),
+        ("--streams 0", "--streams: expected a number of at least 1, got 0"),
+        ("--tunable lead", "tunable: expected NAME=NUMBER"), ("--tunable x=1", "got 'x=1'"),
+    )),
+    ("device_session check in_flight=x", "tunable: expected NAME=NUMBER"), ("device_session check x=1", "got 'x=1'"),
+    ("gpu --json /nowhere/x", "--json /nowhere/x: expected a file in a folder that can be written"),
+    ("gpu --plot /", "--plot /: expected a file in a folder"),
     ("device_session check tiny", "unknown tiny; known: tiny-llama, tiny-qwen3"), ("timeline", "required: device"),
     ("tp_torch", "required: shape, world"), ("llama_cpp", "required: file, threads, context"),
     ("gpu --shape nothing", "no published shape 'nothing'"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from megakernel import bench as benchmarks
 from megakernel import cli, show
-from megakernel.errors import CheckpointError
+from megakernel.errors import CheckpointError, MegakernelError
 from tests.fake_device import FakeDevice, expected
 from tests.unit.test_engine_llm import FakeLLM, letters_tokenizer, spelled
 
@@ -105,6 +107,7 @@ def test_generate_reads_standard_input(fake: dict[str, Any]) -> None:
         (("--token-ids", ",".join(["1"] * 64)), "CapacityError", "fewer than 64 tokens"),
         (("",), "InvalidRequest", "at least one token"),
         (("x", "--chat"), "CheckpointError", "no chat template"),
+        (("x", "--system", "y"), "InvalidRequest", "--system: expected --chat beside it"),
     ],
 )
 def test_a_bad_request_is_one_message_and_status_1(
@@ -152,6 +155,27 @@ def test_source_is_a_short_list_of_variants() -> None:
     assert "Matmul<MatmulConfig{" in result.stdout and "MEGAKERNEL_ENTRY" in result.stdout
     header = run("source", "llama-3.2-1b", "--target", "cpu-generic", "--header", "--json")
     assert "static_assert(sizeof(Record) == 128" in lines(header)[0]["source"]
+
+
+@pytest.mark.parametrize("command", ["build", "schedule", "source"])
+def test_a_target_and_a_device_of_another_kind(command: str) -> None:
+    result = run(command, "smollm2-135m", "--target", "sm_90a", "--device", "cpu")
+    assert result.exit_code == 1 and "target sm_90a is one of cuda, device cpu one of cpu" in result.stderr
+
+
+def test_schedule_of_fewer_than_no_tokens() -> None:
+    result = run("schedule", "smollm2-135m", "--target", "sm_90a", "--context", "-1")
+    assert result.exit_code == 1 and "--context: expected 0 or more tokens, got -1" in result.stderr
+
+
+def test_bench_prints_a_row_as_soon_as_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(_model: str, **_options: Any) -> Iterator[benchmarks.Row]:
+        yield benchmarks.Row("megakernel", 32, "bf16", 9.0, 1e6 / 9, 8, 1.0, 0.0, 0.25, "abc")
+        raise MegakernelError("the machine is gone")
+
+    monkeypatch.setattr(benchmarks, "compare", rows)
+    first, second = lines(run("bench", "m", "--json"))
+    assert (first["context"], first["tokens_hash"], second["message"]) == (32, "abc", "the machine is gone")
 
 
 def test_an_unknown_target_names_the_known_ones() -> None:
