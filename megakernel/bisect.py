@@ -29,9 +29,10 @@ from megakernel.graph import Graph, Node
 from megakernel.interpret import Interpreter
 from megakernel.opening import build, load, target_of, workers_of_rank
 from megakernel.origin import Origin, Progress, open_origin
-from megakernel.probe import forced_logits, whole_ids
+from megakernel.probe import forced_logits
 from megakernel.ranks import LocalRank, Ranks
 from megakernel.runtime import Runtime
+from megakernel.sampling import whole_ids
 from megakernel.settings import Settings, read_settings
 
 Array = npt.NDArray[np.float32]

@@ -22,7 +22,7 @@ from megakernel.kv_tensors import Kv, check_kv, write_kv
 from megakernel.recording import Recording
 from megakernel.request import Processor, Request
 from megakernel.runtime import Runtime
-from megakernel.sampling import SamplingParams
+from megakernel.sampling import SamplingParams, whole_ids
 from megakernel.slots import Slots
 from megakernel.tasks.record import ExitReason
 
@@ -302,7 +302,7 @@ class Engine:
         if not cols:
             raise InvalidRequest("embeddings: this program takes tokens only; open the model with inputs=True")
         rows = np.asarray(embeddings, np.float32)
-        ids = [int(i) for i in prompt_ids]
+        ids = whole_ids(prompt_ids, self.runtime.manifest.vocab, least=-EMBEDDED)
         count = sum(i < 0 for i in ids)
         if rows.shape != (count, cols) or not np.isfinite(rows).all():
             raise InvalidRequest(
@@ -312,10 +312,7 @@ class Engine:
 
     def _checked(self, prompt_ids: Sequence[int], least: int = 0) -> tuple[int, ...]:
         m = self.runtime.manifest
-        try:
-            ids = tuple(int(i) for i in prompt_ids)
-        except (TypeError, ValueError) as e:
-            raise InvalidRequest(f"prompt: expected token ids, got {prompt_ids!r:.80}") from e
+        ids = tuple(whole_ids(prompt_ids, m.vocab, least=least))
         if not ids:
             raise InvalidRequest("prompt: expected at least one token, got none")
         if len(ids) >= m.max_context:
@@ -323,9 +320,6 @@ class Engine:
                 f"prompt: expected fewer than {m.max_context} tokens (max_context), got {len(ids)}; shorten it or open "
                 "the model with a larger max_context"
             )
-        for at, number in enumerate(ids):
-            if not least <= number < m.vocab:
-                raise InvalidRequest(f"prompt: expected token ids from 0 to {m.vocab - 1}, got {number} at place {at}")
         return ids
 
     def _check_open(self) -> None:

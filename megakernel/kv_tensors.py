@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from megakernel.builder.layout import page_layouts
 from megakernel.errors import InvalidRequest
-from megakernel.probe import whole_ids
 from megakernel.runtime import NUMPY_TYPES, Runtime
+from megakernel.sampling import whole_ids
 from megakernel.tasks.task import DType
 
 Array = npt.NDArray[Any]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from megakernel.builder.program import Manifest
-from megakernel.errors import CapacityError, InvalidRequest
+from megakernel.errors import CapacityError
 from megakernel.runtime import Runtime
-from megakernel.sampling import SamplingParams
+from megakernel.sampling import SamplingParams, whole_ids
 from megakernel.tasks.record import SAMPLING, SLOT, CommandKind, SlotStatus
 
 FORCED = 0xFFFFFFFF  # request number of the sequence; those of the engine are smaller
@@ -44,18 +43,6 @@ def check_forced(m: Manifest, token_ids: Sequence[int], start: int) -> list[int]
         raise CapacityError(
             f"logits: expected 0 <= start < tokens < {m.max_context} (max_context), got start {start} of {len(ids)}"
         )
-    return ids
-
-
-def whole_ids(token_ids: Sequence[int], vocab: int, what: str) -> list[int]:
-    """The ids as ints. Raises InvalidRequest for what is no id of the vocabulary; `what` begins its sentence."""
-    try:
-        ids = [operator.index(i) for i in token_ids]
-    except TypeError as e:
-        raise InvalidRequest(f"{what}: expected token ids, got {token_ids!r:.80}") from e
-    for at, number in enumerate(ids):
-        if not 0 <= number < vocab:
-            raise InvalidRequest(f"{what}: expected token ids from 0 to {vocab - 1}, got {number} at place {at}")
     return ids
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -93,6 +94,18 @@ class SamplingParams:
             "seed_high": chosen >> 32,
             "biased": int(bool(self.bias)),
         }
+
+
+def whole_ids(token_ids: Sequence[int], vocab: int, what: str = "prompt", least: int = 0) -> list[int]:
+    """The ids as ints. Raises InvalidRequest for what is no id of the vocabulary; `what` begins its sentence."""
+    try:
+        ids = [operator.index(i) for i in token_ids]
+    except TypeError as e:
+        raise InvalidRequest(f"{what}: expected token ids, got {token_ids!r:.80}") from e
+    for at, number in enumerate(ids):
+        if not least <= number < vocab:
+            raise InvalidRequest(f"{what}: expected token ids from 0 to {vocab - 1}, got {number} at place {at}")
+    return ids
 
 
 def _wrong(name: str, expected: str, got: object) -> InvalidRequest:

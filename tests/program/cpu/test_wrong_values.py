@@ -69,6 +69,13 @@ def test_logits_of_wrong_tokens_disturb_nobody(opened: Open, caplog: pytest.LogC
     assert llm.stats().prefix.hits == before + 1 and not caplog.records
 
 
+@pytest.mark.parametrize("ids", [[1.5], ["1"], [None], 5, "12"])
+def test_a_prompt_of_no_ids(opened: Open, ids: Any) -> None:
+    """Nothing is made a token that is none: 1.5 is not 1."""
+    with pytest.raises(InvalidRequest, match=r"prompt: expected token ids, got"):
+        opened().engine.submit(ids)
+
+
 def test_what_had_the_engine_to_itself_is_no_kernel_that_ended(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ZeroDivisionError):
         opened().engine.exclusive(lambda _runtime: 1 // 0)
