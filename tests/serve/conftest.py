@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ from megakernel.device.cpu import CpuDevice
 from megakernel.errors import MegakernelError
 from megakernel.llm import LLM
 from megakernel.settings import Settings, read_settings
-from tests.serve.server import Running, serving, talking_checkpoint
+from tests.serve.server import Running, serving, spread, talking_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -63,11 +61,4 @@ def demo() -> Iterator[Running]:
 def unhurried(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come 2 ms apart, so that the loop has time to hand over on any machine."""
     tiny.wait(tiny.idle)
-    slots = tiny.host.model.engine._slots  # type: ignore[union-attr]
-    before = slots._deliver
-
-    def later(*event: Any) -> None:
-        time.sleep(0.002)
-        before(*event)
-
-    monkeypatch.setattr(slots, "_deliver", later)
+    spread(tiny, 0.002, monkeypatch)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -89,6 +90,20 @@ def serving(open_model: Callable[[], Model], ready: bool = True, **options: Any)
         server.should_exit = True
         thread.join(30)
         assert not thread.is_alive(), "the server did not end"
+
+
+def spread(server: Running, apart_s: float, monkeypatch: pytest.MonkeyPatch, ahead: int = 256) -> None:
+    """Tokens come at least `apart_s` apart until the test ends; the kernel is at most `ahead` of them."""
+    engine = server.host.model.engine  # type: ignore[union-attr]
+    monkeypatch.setattr(engine, "steps_per_launch", min(ahead, engine.steps_per_launch))
+    slots = engine._slots
+    before = slots._deliver
+
+    def later(*event: Any) -> None:
+        time.sleep(apart_s)
+        before(*event)
+
+    monkeypatch.setattr(slots, "_deliver", later)
 
 
 def byte_tokenizer(special: tuple[str, ...] = SPECIAL) -> RawTokenizer:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megakernel.serve.schema import REQUESTS
-from tests.serve.server import Running
+from tests.serve.server import Running, spread
 
 pytestmark = pytest.mark.timeout(300)
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -121,14 +121,18 @@ def test_curl(tiny: Running) -> None:
     assert ask("-w", "%{http_code}", "-o", "/dev/null", body={"messages": []}) == "400"
 
 
-def test_a_stream_that_is_closed_early(tiny: Running) -> None:
+def test_a_stream_that_is_closed_early(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0)
+    tiny.wait(tiny.idle)
+    spread(tiny, 0.01, monkeypatch, ahead=4)
+    before = tiny.host.model.engine.stats().tokens  # type: ignore[union-attr]
     with client.completions.create(
         model="talking", prompt="a", max_tokens=400, temperature=0, stream=True, extra_body={"ignore_eos": True}
     ) as stream:
         next(iter(stream))
-    assert tiny.wait(tiny.idle) < 1.0
+    tiny.wait(tiny.idle, 60)
+    assert 1 <= tiny.host.model.engine.stats().tokens - before < 200  # type: ignore[union-attr]
 
 
 def test_the_description_covers_every_request(tiny: Running) -> None:

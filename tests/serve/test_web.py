@@ -118,7 +118,7 @@ def test_a_conversation_in_a_browser(browser: Any, tiny: Running, monkeypatch: p
     expect(page.locator("#legend")).to_contain_text(re.compile(r"step \d+: \d+ us, \d+% busy.*attention"))
     assert page.evaluate(INKED)
     gate = threading.Event()
-    held = threading.Thread(target=engine.exclusive, args=(lambda _: gate.wait(10),))
+    held = threading.Thread(target=engine.exclusive, args=(lambda _: gate.wait(120),))
     held.start()  # the next answers wait
     tiny.wait(tiny.idle)
     page.click("#clear")

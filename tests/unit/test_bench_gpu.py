@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,8 @@ def test_a_row_is_read_of_a_process_that_does_not_end() -> None:
     code = "import time; print('{\"us\": 3}', flush=True); time.sleep({})"
     line = [sys.executable, "-c", code.replace("{}", "60")]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
-        assert said_by(process, 2.0) == ('{"us": 3}\n', "was ended")
+        assert process.stdout is not None and select.select([process.stdout], [], [], 60)[0]
+        assert said_by(process, 0.5) == ('{"us": 3}\n', "was ended")
     line = [sys.executable, "-c", code.replace("{}", "0")]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         assert said_by(process, 20.0) == ('{"us": 3}\n', "ended with status 0")

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -48,6 +49,25 @@ def greedy(count: int, **more) -> SamplingParams:
     return SamplingParams(max_tokens=count, **more)
 
 
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """The engine's driver stands still: what is submitted meanwhile begins together, however long that takes here."""
+    inside, gate = threading.Event(), threading.Event()
+
+    def stay(_: Runtime) -> None:
+        inside.set()
+        assert gate.wait(60)
+
+    waiting = threading.Thread(target=engine.between_launches, args=(stay,))
+    waiting.start()
+    assert inside.wait(60)
+    try:
+        yield
+    finally:
+        gate.set()
+        waiting.join()
+
+
 def settled(engine: Engine) -> EngineStats:
     """Counts when no launch runs."""
     return engine.exclusive(lambda _: engine.stats())
@@ -82,10 +102,13 @@ def test_ragged_requests_share_slots(steps: int) -> None:
 
 
 def test_a_waiting_request_gets_a_slot_in_the_middle_of_a_launch() -> None:
-    with open_engine(FakeDevice(step_s=0.002), max_slots=2, max_context=400) as engine:
-        long, short, third = (engine.submit([i], greedy(n)) for i, n in enumerate((200, 5, 5)))
-        assert list(third.result(20).token_ids) == expected([2], 5) and short.done and not long.done
-        assert list(long.result(20).token_ids) == expected([0], 200)
+    with open_engine(FakeDevice(step_s=0.005), max_slots=2, max_context=400) as engine:
+        with held(engine):
+            long, short, third = (engine.submit([i], greedy(n)) for i, n in enumerate((200, 5, 5)))
+        assert list(third.result(20).token_ids) == expected([2], 5) and short.done
+        whole = long.result(20)
+        assert list(whole.token_ids) == expected([0], 200)
+        assert third.result().tokens[-1].time_ns < whole.tokens[-1].time_ns
         assert settled(engine).launches == 1
 
 
@@ -159,8 +182,9 @@ def test_cancel_ends_a_stream_and_frees_the_slot() -> None:
 
 def test_cancel_of_a_waiting_request() -> None:
     with open_engine(FakeDevice(step_s=0.001), max_slots=1) as engine:
-        first, second, third = (engine.submit([i], greedy(30)) for i in range(3))
-        second.cancel()
+        with held(engine):
+            first, second, third = (engine.submit([i], greedy(30)) for i in range(3))
+            second.cancel()
         assert second.result().finish_reason == "cancelled" and second.result().tokens == ()
         assert list(third.result(10).token_ids) == expected([2], 30) and first.done
 
@@ -169,8 +193,9 @@ def test_a_fault_fails_the_running_requests_and_the_engine_goes_on() -> None:
     device = FakeDevice(step_s=0.001)
     device.fault_at = {5}
     with open_engine(device, max_slots=2) as engine:
-        running = [engine.submit([i], greedy(20)) for i in range(2)]
-        waiting = engine.submit([9], greedy(20))
+        with held(engine):
+            running = [engine.submit([i], greedy(20)) for i in range(2)]
+            waiting = engine.submit([9], greedy(20))
         for request in running:
             with pytest.raises(DeviceFault, match=r"layer0.fake, tile 3, worker 1.*counter 1: value 5, target 6") as e:
                 request.result(10)
@@ -206,8 +231,9 @@ def test_close_fails_what_runs_and_what_waits() -> None:
 def test_an_unforeseen_error_ends_the_engine_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(step_s=0.001)
     engine = open_engine(device, max_slots=1)
-    requests = [engine.submit([i], greedy(50)) for i in range(2)]
-    monkeypatch.setattr(engine.runtime, "events", lambda: 1 // 0)
+    with held(engine):
+        requests = [engine.submit([i], greedy(50)) for i in range(2)]
+        monkeypatch.setattr(engine.runtime, "events", lambda: 1 // 0)
     for request in requests:
         with pytest.raises(ZeroDivisionError):
             request.result(10)
@@ -353,9 +379,10 @@ def test_a_bound_of_steps_needs_a_paced_program() -> None:
 def test_a_prompt_in_a_late_slot_is_not_overtaken() -> None:
     """The fake kernel computes prompts in slot order, as a program that is not paced."""
     with open_engine(FakeDevice(step_s=0.001), max_slots=2, max_rows=2) as engine:
-        first = engine.submit([1], greedy(8))
-        late = engine.submit(list(range(1, 41)), greedy(2))  # gets the other slot
-        others = [engine.submit(list(range(1, 12)), greedy(1)) for _ in range(6)]
+        with held(engine):
+            first = engine.submit([1], greedy(8))
+            late = engine.submit(list(range(1, 41)), greedy(2))  # gets the other slot
+            others = [engine.submit(list(range(1, 12)), greedy(1)) for _ in range(6)]
         done = [request.result(10) for request in (first, late, *others)]
         assert (first.slot, late.slot) == (0, 1)
         assert late._first < min(request._first for request in others)

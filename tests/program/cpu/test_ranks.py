@@ -417,7 +417,7 @@ def test_a_process_that_is_killed_while_nothing_runs_ends_the_engine(opened: Ope
     os.kill(llm.engine.runtime.others[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
     began = time.monotonic()
     while not llm.engine.load().recovering:
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 30.0
         time.sleep(0.01)
     with pytest.raises(EngineClosed, match=r"rank 1 \(cpu, process \d+\) is gone, exit status -9"):
         llm.generate([PROMPTS[0]], greedy(2))
