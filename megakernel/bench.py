@@ -103,7 +103,7 @@ def compare(
     ) as llm:  # fmt: skip
         m = llm.program.manifest
         contenders: dict[str, Contender] = {"megakernel": lambda prompt, count: _megakernel(llm, prompt, count)}
-        contenders |= _others(model, dtype, against, m.workers * m.ranks)
+        contenders |= _others(model, dtype, against, m.workers * m.ranks, device)
         contenders |= also(llm) if also else {}
         for context in contexts:
             prompt = np.random.default_rng(context).integers(0, m.vocab, context).tolist()
@@ -140,8 +140,11 @@ def _megakernel(llm: LLM, prompt: list[int], count: int) -> Run:
     return Run(tuple((b - a) * 1e-9 for a, b in pairwise(stamps)), done.token_ids, launches)
 
 
-def _others(model: str, dtype: str, against: Sequence[str] | None, threads: int) -> dict[str, Contender]:
-    makers: dict[str, tuple[str, Callable[[str, str, int], Contender]]] = {
+def _others(
+    model: str, dtype: str, against: Sequence[str] | None, threads: int, device: str = "cpu"
+) -> dict[str, Contender]:
+    """Other programs on the same kind of device; what is installed unless `against` names them."""
+    makers: dict[str, tuple[str, Callable[[str, str, int, str], Contender]]] = {
         "transformers": ("transformers", _transformers),
     }
     wanted = [n for n in against if n != "none"] if against is not None else list(makers)
@@ -150,15 +153,30 @@ def _others(model: str, dtype: str, against: Sequence[str] | None, threads: int)
         if name not in makers:
             raise InvalidRequest(f"bench: unknown program {name!r}; known: {', '.join(makers)}, none")
         module, make = makers[name]
-        if all(importlib.util.find_spec(part) for part in (module, "torch")):
-            found[name] = make(model, dtype, threads)
+        installed = all(importlib.util.find_spec(part) for part in (module, "torch"))
+        where = _torch_device(device) if installed else None
+        if where is not None:
+            found[name] = make(model, dtype, threads, where)
+        elif against is not None and installed:
+            raise MissingExtra(f"bench: the torch that is installed has no device {device}, so {name} cannot run there")
         elif against is not None:
             raise MissingExtra(f"bench: {name} is not installed; pip install torch {module}")
     return found
 
 
-def _transformers(model: str, dtype: str, threads: int) -> Contender:
-    """The same weights in transformers, greedy with its own KV cache."""
+def _torch_device(device: str) -> str | None:
+    """What torch calls a device of ours ("cuda" for GPUs of either vendor); None when it has none of the kind."""
+    import torch
+
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return "cpu"
+    vendor = {"cuda": torch.version.cuda, "hip": torch.version.hip}.get(kind)
+    return f"cuda:{number or 0}" if vendor is not None and torch.cuda.is_available() else None
+
+
+def _transformers(model: str, dtype: str, threads: int, where: str) -> Contender:
+    """The same weights in transformers on torch's device `where`, greedy with its own KV cache."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -174,19 +192,22 @@ def _transformers(model: str, dtype: str, threads: int) -> Contender:
         for name, parameter in network.named_parameters():
             data = origin.read(name, "f32", slice(None))
             parameter.copy_(torch.from_numpy(np.ascontiguousarray(data)).to(kind))
+    network = network.to(where)
     origin.close()
 
     def run(prompt: list[int], count: int) -> Run:
         stamps, tokens = [], []
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one release renames what the one before it calls past_key_values
-            out = network(torch.tensor([prompt]), use_cache=True)
+            out = network(torch.tensor([prompt], device=where), use_cache=True)
             for _ in range(count):
                 token = int(out.logits[0, -1].argmax())
                 stamps.append(time.perf_counter())
                 tokens.append(token)
                 if len(tokens) < count:
-                    out = network(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+                    out = network(
+                        torch.tensor([[token]], device=where), past_key_values=out.past_key_values, use_cache=True
+                    )
         return Run(tuple(b - a for a, b in pairwise(stamps)), tuple(tokens))
 
     return run

@@ -99,8 +99,10 @@ def test_32_streams_of_a_real_model_for_a_minute(demo: Running) -> None:
 def soak(
     server: Running, span_s: float, least: int, streams: int = STREAMS, pause_s: float = 0.0, prompts: int = 24
 ) -> None:
-    """More than `least` different answers in `span_s`, or in as long as a machine takes that does much else. Each is the
-    begin of what the engine makes of its prompt alone: its tokens do not depend on how many more are wanted."""
+    """More than `least` different answers in `span_s`, or in as long as a busy machine takes.
+
+    Each is the begin of what the engine makes of its prompt alone: its tokens do not depend on how many more are
+    wanted."""
     done: dict[tuple[int, ...], dict[int, set[str]]] = {}
     before = settled(server)
 

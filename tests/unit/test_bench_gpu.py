@@ -13,9 +13,10 @@ from bench.device_session import TINY
 from bench.gpu import SHAPES, _rows, compare, peers, plot
 from bench.gpu_programs import Steps
 from bench.tp import said_by
+from megakernel import bench as decoding
 from megakernel.architectures import find_model, shape_config, shape_names
 from megakernel.builder.shard import shard
-from megakernel.errors import InvalidRequest
+from megakernel.errors import InvalidRequest, MissingExtra
 
 
 def test_the_programs_run_and_agree_with_themselves(tmp_path: Path) -> None:
@@ -53,6 +54,23 @@ def test_a_context_that_the_model_has_not() -> None:
 def test_the_shapes_and_the_recorded_peers() -> None:
     assert set(SHAPES) <= set(shape_names())
     assert peers("llama-3.2-1b")["hazy_megakernels_7309cec"]["512"] == 936 and peers("smollm2-135m") == {}
+
+
+def test_other_programs_run_on_the_same_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor's time beside a GPU's would say nothing."""
+    torch = pytest.importorskip("torch")
+    asked: list[str] = []
+    monkeypatch.setattr(decoding, "_transformers", lambda _model, _dtype, _threads, where: asked.append(where))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert decoding._others("m", "bf16", None, 2, "cuda") == {}
+    with pytest.raises(MissingExtra, match="has no device cuda:1, so transformers cannot run there"):
+        decoding._others("m", "bf16", ["transformers"], 2, "cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    for device in ("cpu", "cuda", "cuda:1", "hip"):
+        decoding._others("m", "bf16", None, 2, device)
+    assert asked == ["cpu", "cuda:0", "cuda:1"]
 
 
 def test_a_row_is_read_of_a_process_that_does_not_end() -> None:
