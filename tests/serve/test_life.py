@@ -204,7 +204,7 @@ def test_nothing_that_a_user_typed_is_logged(
 
 @pytest.mark.alone
 def test_a_fault_fails_what_runs_and_the_next_request_succeeds(open_tiny: Callable[..., LLM]) -> None:
-    with serving(lambda: open_tiny(chaos=True, workers=3, spin_ms=300)) as server:
+    with serving(lambda: open_tiny(chaos=True, workers=3)) as server:
         engine = server.host.model.engine  # type: ignore[union-attr]
         body = {"prompt": "fault", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         want = server.post("/v1/completions", **body).json()["choices"][0]["text"]
@@ -230,7 +230,7 @@ def test_a_fault_fails_what_runs_and_the_next_request_succeeds(open_tiny: Callab
         assert failed.status_code == 500
         error = failed.json()["error"]
         assert error["code"] == "device_fault" and f"counter {counter} has" in error["message"]
-        engine.runtime.drop_signal = NONE
+        set_chaos(engine.runtime, 0)
         started = time.perf_counter()
         assert server.post("/v1/completions", **body).json()["choices"][0]["text"] == want
         assert time.perf_counter() - started < 1.0
@@ -242,13 +242,13 @@ def test_a_fault_fails_what_runs_and_the_next_request_succeeds(open_tiny: Callab
 
 @pytest.mark.alone
 def test_a_fault_in_the_middle_of_a_stream_is_told_in_it(open_tiny: Callable[..., LLM]) -> None:
-    with serving(lambda: open_tiny(chaos=True, workers=3, spin_ms=300)) as server:
+    with serving(lambda: open_tiny(chaos=True, workers=3)) as server:
         engine = server.host.model.engine  # type: ignore[union-attr]
         counter = waited_counters(engine.runtime)[0]
         launch = engine.runtime.launch
 
         def second(steps: int) -> None:  # the first launch is well, the second loses a signal
-            engine.runtime.drop_signal = counter if engine._launches == 2 else NONE
+            set_chaos(engine.runtime, 0, counter if engine._launches == 2 else NONE)
             launch(steps)
 
         engine.steps_per_launch = 20

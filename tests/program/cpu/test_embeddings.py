@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -129,18 +131,23 @@ def test_in_an_event_loop(llm: LLM, tiny: Path) -> None:
             last = output.token_ids
         return last
 
+    def unhurried(_ids: Sequence[int]) -> np.ndarray:
+        time.sleep(0.01)  # so that it runs for seconds, however late this test looks at it
+        return np.zeros(VOCAB, np.float32)
+
     async def both() -> None:
         assert list(await asyncio.gather(*map(stream, prompts))) == want
         assert [o.token_ids for o in await llm.agenerate(prompts, greedy(25))] == want
         (embedded,) = await llm.agenerate(table(tiny)[prompts[0]], greedy(25), hidden=True)
         assert embedded.token_ids == want[0] and len(embedded.hidden) == 25
-        endless = asyncio.ensure_future(llm.agenerate(prompts, SamplingParams(max_tokens=500, ignore_eos=True)))
+        many = SamplingParams(max_tokens=500, ignore_eos=True)
+        endless = asyncio.ensure_future(llm.agenerate(prompts, many, processor=unhurried))
         while llm.engine.load().running == 0:
             await asyncio.sleep(0.001)
         endless.cancel()
         with pytest.raises(asyncio.CancelledError):
             await endless
-        reader = llm.astream(prompts[0], SamplingParams(max_tokens=500, ignore_eos=True))
+        reader = llm.astream(prompts[0], many, processor=unhurried)
         assert (await anext(reader)).token_ids == want[0][:1]
         await reader.aclose()  # type: ignore[attr-defined]
         for _ in range(2000):

@@ -17,8 +17,13 @@ from tests.program.cpu.test_generate import greedy, prompt
 pytestmark = pytest.mark.timeout(120)
 
 
+PATIENCE_NS = 500_000_000
+
+
 def set_chaos(runtime: Runtime, seed: int, drop: int = NONE) -> None:
+    """Waits are given up soon only where a signal is lost: elsewhere a busy machine may keep a worker from running."""
     runtime.chaos_seed, runtime.drop_signal = seed, drop
+    runtime.spin_budget_ns = 60_000_000_000 if drop == NONE else PATIENCE_NS
 
 
 def waited_counters(runtime: Runtime) -> list[int]:
@@ -36,7 +41,7 @@ def waited_counters(runtime: Runtime) -> list[int]:
 @pytest.mark.alone
 @pytest.mark.parametrize("place", [0, 3, -1])
 def test_a_lost_signal_is_reported_and_the_next_request_works(opened: Open, place: int) -> None:
-    llm = opened(chaos=True, workers=3, spin_ms=300)
+    llm = opened(chaos=True, workers=3)
     ids = prompt(20, 6)
     want = llm.generate([ids], greedy(8))[0].token_ids
     counter = waited_counters(llm.engine.runtime)[place]

@@ -25,7 +25,7 @@ from megakernel.tasks.record import NONE, OPCODE_END, Role, TraceFlag
 from megakernel.timeline import COUNTER, TIMES, Timeline
 from tests.program.conftest import Subject
 from tests.program.cpu.conftest import Open
-from tests.program.cpu.test_faults import set_chaos, waited_counters
+from tests.program.cpu.test_faults import PATIENCE_NS, set_chaos, waited_counters
 from tests.program.cpu.test_generate import greedy, prompt
 
 pytestmark = pytest.mark.timeout(300)
@@ -211,7 +211,7 @@ def test_steps_of_a_recording(traced: LLM, tiny: Path, cache: Path, tmp_path: Pa
 
 @pytest.mark.alone
 def test_a_fault_cuts_the_recording_and_is_named(opened: Open, tmp_path: Path) -> None:
-    llm = opened(chaos=True, workers=3, spin_ms=300, trace=True)
+    llm = opened(chaos=True, workers=3, trace=True)
     ids = prompt(20, 6)
     want = llm.generate([ids], greedy(8))[0].token_ids
     counter = waited_counters(llm.engine.runtime)[3]
@@ -227,7 +227,7 @@ def test_a_fault_cuts_the_recording_and_is_named(opened: Open, tmp_path: Path) -
     at = cut[(cut["worker"] == fault.worker) & (cut["role"] == Role.WORKER)]
     assert len(at) == 1 and timeline.nodes[int(at["node"][0])].name == fault.node
     assert int(at["longest_wait_counter"][0]) == caught.value.report.counter
-    assert int(at["end"][0] - at["start"][0]) > 0.9 * 300e6, "it waited until the end of its patience"
+    assert int(at["end"][0] - at["start"][0]) > 0.9 * PATIENCE_NS, "it waited until the end of its patience"
     assert (cut["published"] == 0).all() and fault.step not in timeline.complete_steps
     assert int(timeline.events["end"].max()) == int(cut["end"].max()), "nothing is later than the fault"
     llm.engine.exclusive(lambda runtime: set_chaos(runtime, 0))
