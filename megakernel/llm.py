@@ -16,7 +16,7 @@ from megakernel.builder.shard import check_ranks
 from megakernel.device.device import Device
 from megakernel.devices import open_device
 from megakernel.engine import Engine, EngineStats, check_step_bound
-from megakernel.errors import InvalidRequest
+from megakernel.errors import CapacityError, InvalidRequest
 from megakernel.flow import timeline_of
 from megakernel.opening import build, load, target_of, workers_of_rank
 from megakernel.origin import Progress, open_origin
@@ -81,6 +81,8 @@ class LLM:
         for name, switch in switches:
             if not isinstance(switch, bool):
                 raise InvalidRequest(f"{name}: expected True or False, got {switch!r:.80}")
+        if max_context == 1 and max_context is not True:
+            raise CapacityError("max_context 1: expected at least 2, a token of the prompt and one of output")
         check_step_bound(max_step_ms)
         check_ranks(tp)
         self._settings = chosen = settings or read_settings()

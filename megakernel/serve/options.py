@@ -43,7 +43,7 @@ class ServeOptions:
         ):  # fmt: skip
             value = getattr(self, name)
             if not low <= value <= high:
-                raise SettingsError(f"{name}: expected {low:g} to {high:g}, got {value}")
+                raise SettingsError(f"{name}: expected {low:,} to {high:,}, got {value}")
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             raise SettingsError(
                 f"tool_call_parser: expected one of {', '.join(TOOL_CALL_PARSERS)}, got {self.tool_call_parser!r}"

@@ -42,6 +42,12 @@ CONFIG: dict[str, Any] = {
         ({"max_slots": "8"}, CapacityError, "max_slots: expected an integer, got '8'"),
         ({"max_slots": True}, CapacityError, "max_slots: expected an integer, got True"),
         ({"max_context": 1.5}, CapacityError, "max_context: expected an integer, got 1.5"),
+        (
+            {"max_context": 1},
+            CapacityError,
+            "max_context 1: expected at least 2, a token of the prompt and one of output",
+        ),
+        ({"max_context": True}, CapacityError, "max_context: expected an integer, got True"),
         ({"max_rows": "4"}, CapacityError, "max_rows: expected an integer"),
         ({"workers": 0}, TargetError, "workers: expected an integer from 1 to 4096, got 0"),
         ({"workers": 2.5}, TargetError, "workers: expected an integer from 1 to 4096, got 2.5"),
