@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from megakernel.errors import SettingsError
+from megakernel.serve.options import ServeOptions
 from megakernel.serve.parse import FORMS
 from megakernel.serve.schema import CONTENT, PROMPT, STOP, TOOL_CHOICE
 from tests.serve.server import Running
@@ -246,6 +248,11 @@ def test_a_long_text_holds_up_nobody(tiny: Running) -> None:
     over.set()
     asking.join()
     assert worst[0] < max(0.3, 0.6 * took), f"{worst[0]} s of {took} s"
+
+
+def test_limits_of_the_server_are_written_out() -> None:
+    with pytest.raises(SettingsError, match="max_queue: expected 0 to 1,048,576, got -1"):
+        ServeOptions(max_queue=-1)
 
 
 def test_every_field_of_several_forms_says_which() -> None:
