@@ -330,6 +330,22 @@ MK_DEVICE T* before(const Worker& w, T* p) {
 MK_DEVICE void publish(float* p, float v) { store_word(p, as_bits(v)); }
 MK_DEVICE void clear(float* p) { store_word(p, kInvalid); }
 
+// By a warp, whose lanes have asked for `kCount` values each: until all are valid, those that are missing are asked for again.
+template <uint32_t kCount, class Missing, class Ask>
+MK_DEVICE void await_all(Worker& w, Missing missing, Ask ask, uint32_t tile) {
+  w.spin([&] {
+    bool some = false;
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) some |= missing(i);
+    if (!__any_sync(0xffffffffu, some)) return true;
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      if (missing(i)) ask(i);
+    }
+    return false;
+  }, abi::FaultKind::kValueBudget, tile);
+}
+
 // A float that another worker publishes; waits for it.
 MK_DEVICE float await(Worker& w, const float* p) {
   uint32_t v = load_word(p);

@@ -309,17 +309,8 @@ struct ManyRows {
       octet[i].zero();
       if (i < share.count && x) fetch(octet[i], x, column + i * 32, k);
     }
-    w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < kMaxChunks; ++i) missing |= octet[i].missing();
-      if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-      for (uint32_t i = 0; i < kMaxChunks; ++i) {
-        if (octet[i].missing()) fetch(octet[i], x, column + i * 32, k);
-      }
-      return false;
-    }, abi::FaultKind::kValueBudget, row);
+    const auto missing = [&](uint32_t i) { return octet[i].missing(); };
+    await_all<kMaxChunks>(w, missing, [&](uint32_t i) { fetch(octet[i], x, column + i * 32, k); }, row);
     trace::ready(w, abi::Role::kConsumer);
 #pragma unroll
     for (uint32_t i = 0; i < kMaxChunks; ++i) {

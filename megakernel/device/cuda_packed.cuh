@@ -173,17 +173,8 @@ struct SharePacker {
       if constexpr (kNorm) fetch(scale[i], gamma, column[i]);
       fetch(octet[i], x, column[i]);
     }
-    w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < kRounds; ++i) missing |= octet[i].missing();
-      if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-      for (uint32_t i = 0; i < kRounds; ++i) {
-        if (octet[i].missing()) fetch(octet[i], x, column[i]);
-      }
-      return false;
-    }, abi::FaultKind::kValueBudget, row);
+    const auto missing = [&](uint32_t i) { return octet[i].missing(); };
+    await_all<kRounds>(w, missing, [&](uint32_t i) { fetch(octet[i], x, column[i]); }, row);
 #pragma unroll
     for (uint32_t i = 0; i < kRounds; ++i) {
       const uint32_t begin = base + i * 32, o = begin + w.warp_lane();

@@ -181,17 +181,7 @@ MK_DEVICE void add_given_squares(Worker& w, const MatrixFields& f, const GivenRo
       v[i] = Quad{0, 0, 0, 0};
       if (there(i)) fetch(i);
     }
-    w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < 2 * kMaxChunks; ++i) missing |= invalid(v[i]);
-      if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-      for (uint32_t i = 0; i < 2 * kMaxChunks; ++i) {
-        if (invalid(v[i])) fetch(i);
-      }
-      return false;
-    }, abi::FaultKind::kValueBudget, unit);
+    await_all<2 * kMaxChunks>(w, [&](uint32_t i) { return invalid(v[i]); }, fetch, unit);
 #pragma unroll
     for (uint32_t i = 0; i < 2 * kMaxChunks; ++i) {
       sum[0] += as_float(v[i].x), sum[1] += as_float(v[i].y), sum[2] += as_float(v[i].z), sum[3] += as_float(v[i].w);

@@ -217,17 +217,8 @@ struct RowStorer {
       uint32_t v[kRows];
 #pragma unroll
       for (uint32_t i = 0; i < kRows; ++i) v[i] = i < rows ? load_word(p + uint64_t(i) * stride) : 0;
-      w.spin([&] {
-        bool missing = false;
-#pragma unroll
-        for (uint32_t i = 0; i < kRows; ++i) missing |= v[i] == kInvalid;
-        if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-        for (uint32_t i = 0; i < kRows; ++i) {
-          if (v[i] == kInvalid) v[i] = load_word(p + uint64_t(i) * stride);
-        }
-        return false;
-      }, abi::FaultKind::kValueBudget, 0);
+      const auto missing = [&](uint32_t i) { return v[i] == kInvalid; };
+      await_all<kRows>(w, missing, [&](uint32_t i) { v[i] = load_word(p + uint64_t(i) * stride); }, 0);
 #pragma unroll
       for (uint32_t i = 0; i < kRows; ++i) value[i] = as_float(v[i]);
     }

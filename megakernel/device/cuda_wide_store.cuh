@@ -131,17 +131,8 @@ struct WideStorer {
     };
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) v[i / 2][i % 2] = ask(i / 2, i % 2);
-    w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) missing |= v[i / 2][i % 2] == kInvalid;
-      if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-      for (uint32_t i = 0; i < 8; ++i) {
-        if (v[i / 2][i % 2] == kInvalid) v[i / 2][i % 2] = ask(i / 2, i % 2);
-      }
-      return false;
-    }, abi::FaultKind::kValueBudget, 0);
+    const auto missing = [&](uint32_t i) { return v[i / 2][i % 2] == kInvalid; };
+    await_all<8>(w, missing, [&](uint32_t i) { v[i / 2][i % 2] = ask(i / 2, i % 2); }, 0);
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) out[i / 2][i % 2] = as_float(v[i / 2][i % 2]);
   }

@@ -33,3 +33,21 @@ EMULATOR_EXPORT void mk_close(void* raw) {
   emulator::wait_end(host, int64_t(60) * 1000000000);
   delete host;
 }
+
+// A program that runs what was written to files, for tools that must see every thread from the start.
+#ifdef MEGAKERNEL_STANDALONE
+namespace megakernel::dev {
+struct Host {
+  using Run = int;
+  emulator::Host host;
+
+  static Host* open(Run, uint32_t workers) { return new Host{{workers}}; }
+  static void close(Host* h) { delete h; }
+  void launch(const abi::KernelArgs& args) { emulator::launch(&host, &args); }
+  bool join(int64_t timeout_ns) { return emulator::wait_end(&host, timeout_ns); }
+};
+}  // namespace megakernel::dev
+#include "megakernel/device/cpu_main.h"
+
+int main(int count, char** values) { return megakernel::dev::run_dump(0, count, values); }
+#endif

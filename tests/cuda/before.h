@@ -18,6 +18,7 @@ struct Group : Fibers {
   uint32_t a[kLanes][4], b[kLanes][2];
   const uint32_t* phase[kLanes];  // of a barrier that a lane asks about, together with its warp
   uint32_t parity[kLanes];
+  uint32_t loads[kLanes];
   bool over[kLanes];  // the answer, the same moment for all: lanes of a warp go the same way
 };
 
@@ -33,6 +34,11 @@ inline void before_pass(Meeting& m) {
   }
 }
 inline void lane_ends() {}
+
+// Before a load that may be one of a loop that waits for others.
+inline void before_load() {
+  if (++group->loads[group->current] % 8 == 0) give_way();
+}
 
 // Whether the phase of that parity is over. By all lanes of a warp.
 inline bool is_over(const uint32_t* phase, uint32_t parity) {
@@ -65,6 +71,7 @@ T shuffle(T v, uint32_t from) {
   return v;
 }
 inline uint32_t lane() { return group->current % kWave; }
+inline bool alone() { return own_wave().members == group->alive; }
 
 template <class F>
 uint32_t reduce(uint32_t v, F f) {
@@ -78,6 +85,8 @@ uint32_t reduce(uint32_t v, F f) {
 struct Index {
   uint32_t x;
 };
+inline Index thread_index() { return {group->current}; }
+inline Index block_index() { return {group->index}; }
 
 }  // namespace emulator
 
@@ -91,10 +100,10 @@ struct Index {
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH__ 900
-#define threadIdx (emulator::Index{emulator::group->current})
-#define blockIdx (emulator::Index{emulator::group->index})
-#define __syncwarp(...) emulator::meet(emulator::own_wave())
-#define __syncthreads() emulator::meet(emulator::group->all)
+#define threadIdx (emulator::thread_index())
+#define blockIdx (emulator::block_index())
+#define __syncwarp(...) emulator::meet_in_order(emulator::own_wave())
+#define __syncthreads() emulator::meet_in_order(emulator::group->all)
 #define __shfl_sync(mask, v, from) emulator::shuffle(v, uint32_t(from))
 #define __shfl_xor_sync(mask, v, distance) emulator::shuffle(v, emulator::lane() ^ uint32_t(distance))
 #define __shfl_down_sync(mask, v, distance) \

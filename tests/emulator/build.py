@@ -33,15 +33,23 @@ def headers_of(folder: Path, *more: str) -> str:
 
 
 def compile_on_host(
-    source: KernelSource, include: Path, output: Path, folder: Path, compiler: Compiler, flags: Sequence[str]
+    source: KernelSource,
+    include: Path,
+    output: Path,
+    folder: Path,
+    compiler: Compiler,
+    flags: Sequence[str],
+    standalone: bool = False,
 ) -> None:
-    """`output`: a shared library of the kernel and `folder`/after.h. Raises BuildError with the compiler's words."""
+    """`output`: a shared library of the kernel and `folder`/after.h, or a program that runs a dump (see cpu_main.h).
+    Raises BuildError with the compiler's words."""
     work = output.parent
     (work / "kernel.cpp").write_text(f'{source.text}\n#include "{folder / "after.h"}"\n')
     for name, text in source.headers.items():
         (work / name).write_text(text)
     line = [
-        *host_command(compiler), *flags, "-O1", "-fPIC", "-shared", "-pthread", "-mfma", "-mf16c", "-w",
+        *host_command(compiler), *flags, "-O1", "-pthread", "-mfma", "-mf16c", "-w",
+        *(["-DMEGAKERNEL_STANDALONE=1"] if standalone else ["-fPIC", "-shared"]),
         "-include", str(folder / "before.h"), f"-I{folder / 'include'}", f"-I{work}", f"-I{include}",
         str(work / "kernel.cpp"), "-o", str(output),
     ]  # fmt: skip

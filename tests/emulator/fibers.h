@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <setjmp.h>
+#include <stdio.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,13 +13,44 @@
 #include <time.h>
 #include <ucontext.h>
 
+// To ThreadSanitizer a wave is a thread: its lanes may write the same value to one place, and what orders them otherwise it
+// does not see. It is told which wave runs and what orders waves; a switch does not. Nor does it see the emulator's own
+// memory (ignore.txt, EMULATOR_UNSEEN).
+#if __has_feature(thread_sanitizer)
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned);
+void __tsan_destroy_fiber(void*);
+void __tsan_switch_to_fiber(void*, unsigned);
+void __tsan_set_fiber_name(void*, const char*);
+void __tsan_acquire(void*);
+void __tsan_release(void*);
+// Volatile words are read and written whole, and order nothing.
+__attribute__((used)) inline void __tsan_volatile_read4(void*) {}
+__attribute__((used)) inline void __tsan_volatile_write4(void*) {}
+}
+#define EMULATOR_UNSEEN __attribute__((no_sanitize("thread")))
+#else
+inline void* __tsan_get_current_fiber() { return nullptr; }
+inline void* __tsan_create_fiber(unsigned) { return nullptr; }
+inline void __tsan_destroy_fiber(void*) {}
+inline void __tsan_switch_to_fiber(void*, unsigned) {}
+inline void __tsan_set_fiber_name(void*, const char*) {}
+inline void __tsan_acquire(void*) {}
+inline void __tsan_release(void*) {}
+#define EMULATOR_UNSEEN
+#endif
+
 namespace emulator {
+
+constexpr unsigned kNoOrder = 1;  // flag of __tsan_switch_to_fiber
 
 constexpr uint32_t kWave = EMULATOR_WAVE, kLanes = EMULATOR_LANES, kStackBytes = 256 * 1024;
 
 struct Meeting {  // where `members` lanes wait for each other
   uint32_t members, arrived = 0;
   uint64_t turn = 0;
+  uint64_t order[2];  // addresses that stand for the order of this turn and the next
 };
 
 struct Fibers {
@@ -28,9 +60,13 @@ struct Fibers {
   bool begun[kLanes], ended[kLanes];
   const Meeting* waits[kLanes];  // where a lane waits, and the turn that it waits to see the end of
   uint64_t turn[kLanes];
-  uint32_t current = 0, index = 0, alive = kLanes, stride = 1;  // odd: lanes take turns in an order of each group's own
+  const uint32_t* asleep[kLanes];  // until this word is another than `until`, or for some rounds
+  uint32_t until[kLanes];
+  uint32_t current = 0, index = 0, alive = kLanes, round = 0;
+  uint32_t stride = 1;  // odd: lanes take turns in an order of each group's own
   Meeting all{kLanes}, wave[kLanes / kWave];
   uint64_t word[kLanes];
+  void *seen_main, *seen[kLanes / kWave];  // the same, for ThreadSanitizer
 };
 
 inline thread_local Fibers* fibers;
@@ -38,11 +74,15 @@ inline thread_local Fibers* fibers;
 void before_pass(Meeting& m);
 void lane_ends();
 
+constexpr uint32_t kRounds = 64;  // after which a lane looks for itself why it sleeps
+
 inline bool ready(const Fibers& g, uint32_t lane) {
-  return !g.ended[lane] && (!g.waits[lane] || g.waits[lane]->turn != g.turn[lane]);
+  if (g.ended[lane] || (g.waits[lane] && g.waits[lane]->turn == g.turn[lane])) return false;
+  return !g.asleep[lane] || *g.asleep[lane] != g.until[lane] || g.round % kRounds == 0;
 }
 
 [[noreturn]] inline void go_on(Fibers& g, uint32_t to) {
+  if (to / kWave != g.current / kWave) __tsan_switch_to_fiber(g.seen[to / kWave], kNoOrder);
   g.current = to;
   if (g.begun[to]) _longjmp(g.at[to], 1);
   g.begun[to] = true;
@@ -56,10 +96,18 @@ inline void give_way() {
   uint32_t to = from;
   do {
     to = (to + g.stride) % kLanes;
-    if (to == 0) sched_yield();
+    if (to == 0) ++g.round, sched_yield();
   } while (!ready(g, to) && to != from);
   if (to == from) return;
   if (_setjmp(g.at[from]) == 0) go_on(g, to);
+}
+
+inline void sleep_while(const uint32_t* word, uint32_t value) {
+  Fibers& g = *fibers;
+  const uint32_t own = g.current;
+  g.asleep[own] = word, g.until[own] = value;
+  give_way();
+  g.asleep[own] = nullptr;
 }
 
 inline void pass(Meeting& m) {
@@ -78,6 +126,14 @@ inline void meet(Meeting& m) {
   fibers->waits[own] = nullptr;
 }
 
+// What lanes wrote before it, all may read after it.
+inline void meet_in_order(Meeting& m) {
+  uint64_t* turn = &m.order[m.turn & 1];
+  __tsan_release(turn);
+  meet(m);
+  __tsan_acquire(turn);
+}
+
 inline Meeting& own_wave() { return fibers->wave[fibers->current / kWave]; }
 
 [[noreturn]] inline void end_lane() {
@@ -89,11 +145,17 @@ inline Meeting& own_wave() { return fibers->wave[fibers->current / kWave]; }
   for (Meeting* m : places) {
     if (--m->members != 0 && m->arrived == m->members) pass(*m);
   }
-  if (g.alive == 0) setcontext(&g.main);
-  for (uint32_t to = 0; to < kLanes; ++to) {
-    if (ready(g, to)) go_on(g, to);
+  __tsan_release(&g);
+  if (g.alive == 0) {
+    __tsan_switch_to_fiber(g.seen_main, 0);
+    setcontext(&g.main);
   }
-  abort();
+  for (uint32_t i = 0; i <= kRounds; ++g.round, ++i, sched_yield()) {
+    for (uint32_t to = 0; to < kLanes; ++to) {
+      if (ready(g, to)) go_on(g, to);
+    }
+  }
+  abort();  // all that are left wait to meet one that is gone
 }
 
 // All lanes of a group, from the first to the end of the last.
@@ -107,14 +169,25 @@ inline void run(Fibers& g, uint32_t index, uint32_t seed, void (*lane)()) {
   for (uint32_t i = 0; i < kLanes; ++i) {
     g.begun[i] = g.ended[i] = false;
     g.waits[i] = nullptr;
+    g.asleep[i] = nullptr;
     getcontext(&g.lane[i]);
     g.lane[i].uc_stack.ss_sp = static_cast<char*>(g.stacks) + size_t(i) * kStackBytes;
     g.lane[i].uc_stack.ss_size = kStackBytes;
     g.lane[i].uc_link = nullptr;
     makecontext(&g.lane[i], lane, 0);
   }
+  for (uint32_t i = 0; i < kLanes / kWave; ++i) {
+    g.seen[i] = __tsan_create_fiber(0);
+    char name[64];
+    snprintf(name, sizeof name, "group %u wave %u", index, i);
+    __tsan_set_fiber_name(g.seen[i], name);
+  }
   g.begun[0] = true;
+  g.seen_main = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(g.seen[0], 0);
   swapcontext(&g.main, &g.lane[0]);
+  __tsan_acquire(&g);
+  for (void* wave : g.seen) __tsan_destroy_fiber(wave);
   munmap(g.stacks, size_t(kLanes) * kStackBytes);
 }
 

@@ -1,6 +1,18 @@
 // What the kernel's cuda_ptx.h has, in C++ for the host. See before.h.
 #pragma once
 
+// Tools that look for races must find one where these order nothing.
+#ifdef EMULATOR_WEAK_RELEASE
+#define EMULATOR_RELEASE __ATOMIC_RELAXED
+#else
+#define EMULATOR_RELEASE __ATOMIC_RELEASE
+#endif
+#ifdef EMULATOR_WEAK_BARRIER
+#define EMULATOR_ARRIVE(barrier)
+#else
+#define EMULATOR_ARRIVE(barrier) __tsan_release(barrier)
+#endif
+
 namespace megakernel::dev {
 
 #define MK_DEVICE inline
@@ -8,7 +20,12 @@ namespace megakernel::dev {
 #define MK_OUT_OF_LINE __attribute__((noinline))
 
 constexpr bool kBulkCopies = true;
-constexpr uint32_t kWarpArrivals = 1, kFullArrivals = 1;
+#ifdef MEGAKERNEL_EVERY_LANE
+constexpr uint32_t kWarpArrivals = 32;
+#else
+constexpr uint32_t kWarpArrivals = 1;
+#endif
+constexpr uint32_t kFullArrivals = 1;
 
 extern thread_local __attribute__((aligned(1024))) unsigned char mk_shared[];
 inline uint32_t shared_address(const void* p) { return uint32_t(reinterpret_cast<uint64_t>(p) - reinterpret_cast<uint64_t>(mk_shared)); }
@@ -27,31 +44,35 @@ static_assert(sizeof(Barrier) == 8);
 inline void barrier_init(uint64_t* barrier, uint32_t count) {
   *reinterpret_cast<Barrier*>(barrier) = {uint16_t(count), uint16_t(count), 0};
 }
-inline void barrier_arrive(uint64_t* barrier) {
+EMULATOR_UNSEEN inline void barrier_arrive(uint64_t* barrier) {
+  EMULATOR_ARRIVE(barrier);
   auto& b = *reinterpret_cast<Barrier*>(barrier);
   if (--b.pending != 0) return;
   b.pending = b.count;
   b.parity ^= 1;
 }
-inline bool arrives() { return threadIdx.x % 32 == 0; }
+inline bool arrives() { return kWarpArrivals > 1 || threadIdx.x % 32 == 0; }
 inline void barrier_arrive_warp(uint64_t* barrier) {
   if (arrives()) barrier_arrive(barrier);
 }
-inline bool barrier_test(uint32_t barrier, uint32_t parity) {
-  return emulator::is_over(&at_shared<Barrier>(barrier)->parity, parity);
+EMULATOR_UNSEEN inline bool barrier_test(uint32_t barrier, uint32_t parity) {
+  auto* b = at_shared<Barrier>(barrier);
+  if (!emulator::is_over(&b->parity, parity)) return false;
+  __tsan_acquire(b);
+  return true;
 }
 inline bool barrier_try(uint32_t barrier, uint32_t parity) {
   if (barrier_test(barrier, parity)) return true;
   // At the end of a launch lanes of the producer may part, as threads of a warp do not: one that has announced a copy waits
   // for it, and nobody else is left.
-  if (emulator::own_wave().members == emulator::group->alive) emulator::end_lane();
-  emulator::give_way();
+  if (emulator::alone()) emulator::end_lane();
+  emulator::sleep_while(&at_shared<Barrier>(barrier)->parity, parity);
   return false;
 }
 [[noreturn]] inline void end_thread() { emulator::end_lane(); }
 inline void barrier_wait(uint32_t barrier, uint32_t parity, uint32_t stop) {
   while (!barrier_try(barrier, parity)) {
-    if (*at_shared<volatile uint32_t>(stop) != 0) end_thread();
+    if (__atomic_load_n(at_shared<uint32_t>(stop), __ATOMIC_RELAXED) != 0) end_thread();
   }
 }
 inline uint32_t of_first_lane(uint32_t v) { return __shfl_sync(0xffffffffu, v, 0); }
@@ -84,12 +105,12 @@ struct alignas(16) Pair {
 // ------------------------------------------------------------------------------------------------ global memory
 template <class T>
 T load_as_one(const void* p, int order = __ATOMIC_RELAXED) {
-  emulator::give_way();
+  emulator::before_load();
   return T(__atomic_load_n(static_cast<const T*>(p), order));
 }
 inline uint32_t load_word(const void* p) { return load_as_one<uint32_t>(p); }
 inline Quad load_quad(const void* p) {
-  emulator::give_way();
+  emulator::before_load();
   Quad v;
   const auto* from = static_cast<const uint32_t*>(p);
   v.x = __atomic_load_n(from, __ATOMIC_RELAXED), v.y = __atomic_load_n(from + 1, __ATOMIC_RELAXED);
@@ -125,17 +146,17 @@ inline float load_constant(const float* p) { return *p; }
 inline uint64_t load_acquire(const uint64_t* p) { return load_as_one<uint64_t>(p, __ATOMIC_ACQUIRE); }
 inline uint32_t load_acquire(const uint32_t* p) { return load_as_one<uint32_t>(p, __ATOMIC_ACQUIRE); }
 inline uint64_t load_acquire_system(const uint64_t* p) { return load_acquire(p); }
-inline void store_release(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_release(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, EMULATOR_RELEASE); }
 inline void store_release_system(uint64_t* p, uint64_t v) { store_release(p, v); }
-inline void add_release(uint64_t* p, uint64_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+inline void add_release(uint64_t* p, uint64_t v) { __atomic_fetch_add(p, v, EMULATOR_RELEASE); }
 inline uint64_t fetch_add(uint64_t* p, uint64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 inline uint32_t add_acquire_release(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL) + v; }
 template <class T>
 uint32_t load_volatile(const T* p) {
-  emulator::give_way();
-  return *reinterpret_cast<const volatile uint32_t*>(p);
+  emulator::before_load();
+  return __atomic_load_n(reinterpret_cast<const uint32_t*>(p), __ATOMIC_RELAXED);
 }
-inline void store_volatile(uint32_t* p, uint32_t v) { *static_cast<volatile uint32_t*>(p) = v; }
+inline void store_volatile(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline uint64_t clock_ns() { return emulator::now_ns(); }
 
 // ------------------------------------------------------------------------------------------------ matrix cores
@@ -152,7 +173,7 @@ float of_half(uint16_t bits) {
 // Of m16n8k16: lane 4 g + t has of a the rows g and g + 8, columns 2 t, 2 t + 1 and those 8 further; of b the column g, rows
 // 2 t, 2 t + 1 and those 8 further; of d the rows g and g + 8, columns 2 t and 2 t + 1.
 template <bool kHalf>
-void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+EMULATOR_UNSEEN void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   auto& all = *emulator::group;
   const uint32_t own = all.current, first = own / 32 * 32, g = own % 32 / 4, t = own % 4;
   const uint32_t a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
