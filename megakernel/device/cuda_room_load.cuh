@@ -150,11 +150,13 @@ struct RoomLoader {
   }
 };
 
-// Two lanes a row; by all loaders alike, as each says that the input is there.
+// Two lanes a row, of each loader a quarter of the rows: all of them say that the input is there.
 MK_DEVICE void bring_squares(Worker& w, const PackedRows& packed, uint32_t rows) {
+  static_assert(kLoaders * 4 == kTileRows);
   Quad v{0, 0, 0, 0};
   const float* p = packed.squares(0) + w.warp_lane() * 4;
-  const bool there = w.warp_lane() / 2 < rows;
+  const uint32_t row = w.warp_lane() / 2;
+  const bool there = row < rows && row / 4 == Loader::index();
   w.spin([&] {
     if (there) v = load_quad(p);
     return !__any_sync(0xffffffffu, invalid(v));
