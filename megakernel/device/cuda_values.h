@@ -22,6 +22,7 @@ MK_DEVICE Vf load(const float* p, All) { return *p; }
 MK_DEVICE void store(float* p, Vf v, All) { *p = v; }
 MK_DEVICE Vf where(All, Vf v, float) { return v; }
 MK_DEVICE Vi load_u16(const uint16_t* p, All) { return *p; }
+MK_DEVICE Vf powers(const uint8_t* p, All) { return power(*p); }
 MK_DEVICE int32_t rank_of(float v) {
   const int32_t i = __float_as_int(v);
   return i ^ ((i >> 31) & 0x7fffffff);

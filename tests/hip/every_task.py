@@ -20,7 +20,7 @@ from megakernel.tasks import (
     sample,
 )
 from megakernel.tasks.matmul import Activation
-from megakernel.tasks.task import DType, TaskNode
+from megakernel.tasks.task import WEIGHT_TYPES, DType, TaskNode
 
 PIECE = 256  # tokens of an item of attention
 
@@ -38,7 +38,7 @@ def every_task(target: Target) -> list[TaskNode]:
         ),
         *_norms(),
         *_exchanges(),
-        *(n for kind in DType for n in _of_type(target, kind)),
+        *(n for kind in WEIGHT_TYPES for n in _of_type(target, kind)),
     ]  # fmt: skip
 
 
