@@ -1,7 +1,7 @@
 """One model for the tests of 8-bit pages of every device: what attention makes of keys and values that the test gives.
 
-The row that asks has key and value zero, in pages of any type, and a query that is none of them: so its logits are the same bits over
-8-bit pages and over wider ones that hold the same values.
+The row that asks has key and value zero, in pages of any type, and a query that comes from a bias: so its logits are
+the same bits over 8-bit pages and over wider ones that hold the same values.
 """
 
 from __future__ import annotations

@@ -258,11 +258,6 @@ def _dtype(option: str, text: str, target: Target) -> DType:
         raise LoweringError(
             f"{option} {text!r}: {target.name} multiplies 16-bit elements; choose bf16 or f16, or the cpu device"
         )
-    if text == DType.F8.value and target.backend == "hip":
-        raise LoweringError(
-            f"{option} {text!r}: the kernels of target {target.name} have no 8-bit pages; choose bf16 or f16, or the "
-            "cpu device"
-        )
     return DType(text)
 
 

@@ -413,8 +413,8 @@ class _Lowering:
         self.tensors[name] = TensorSize(rows or self.limits.max_rows, cols, "f32")
 
     def _piece(self, pages: int, head_dim: int) -> int:
-        """Tokens of an item: those of the target, or as many whole pages as its ring holds, halved until they fit. A page
-        of 8-bit elements takes as much of the ring as one of 16-bit ones, and has the same pieces."""
+        """Tokens of an item: those of the target, or as many whole pages as its ring holds, halved until they fit. A
+        page of 8-bit elements takes as much of the ring as one of 16-bit ones, and has the same pieces."""
         piece = self.target.piece_tokens // pages * pages
         token = 2 * head_dim * max(2, self.limits.kv_dtype.bytes)
         while self.target.piece_bytes and piece * token > self.target.piece_bytes and piece % (2 * pages) == 0:

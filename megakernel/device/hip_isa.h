@@ -187,6 +187,8 @@ template <DType kType>
 MK_DEVICE Vf load_as(const void* p, uint32_t index, All) {
   if constexpr (kType == DType::kF32) {
     return static_cast<const float*>(p)[index];
+  } else if constexpr (kType == DType::kF8) {
+    return of_f8(static_cast<const uint8_t*>(p)[index]);
   } else {
     const uint16_t bits = static_cast<const uint16_t*>(p)[index];
     return kType == DType::kBf16 ? float_of(uint32_t(bits) << 16) : half_to_float(bits);
