@@ -16,10 +16,12 @@ import numpy.typing as npt
 
 from bench.device_session import admit
 from megakernel.architectures import random_weights
-from megakernel.builder.build import build_graph, build_program
+from megakernel.builder.build import assemble, build_graph, make_plan
+from megakernel.builder.cache import compiled
+from megakernel.builder.kernel import kernel_source, variants_of
+from megakernel.builder.program import Program
 from megakernel.device.device import Device
 from megakernel.kv_tensors import Kv, read_kv, write_kv
-from megakernel.probe import forced_logits
 from megakernel.runtime import Runtime
 from megakernel.tasks import f8
 
@@ -30,6 +32,8 @@ MODEL: Mapping[str, Any] = {  # attention with biases, one of which is the query
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
     "hidden_act": "silu", "use_sliding_window": False,
 }  # fmt: skip
+ROWS = 16  # of a step
+START = 62  # tokens before those of a step
 CODES = np.array([c for c in range(256) if c & 0x7F != 0x7F], np.uint8).view(ml_dtypes.float8_e4m3fn)
 
 
@@ -50,12 +54,16 @@ class Zeros:
         return found
 
 
-def opened(device: Device, cache: Path, kv_dtype: str, dtype: str = "bf16", **config: Any) -> Runtime:
-    fields = {**MODEL, **config}
-    program = build_program(
-        fields, device.target, device, cache=cache, dtype=dtype, kv_dtype=kv_dtype, max_context=192, max_slots=2
-    )
-    return Runtime(program, device, Zeros(fields).read, spin_budget_ns=60_000_000_000)
+def programs(
+    device: Device, cache: Path, kv_dtypes: Sequence[str], dtype: str, fields: Mapping[str, Any]
+) -> list[Program]:
+    """One kernel for pages of all those types."""
+    options = {"dtype": dtype, "max_context": 192, "max_slots": 2, "max_rows": ROWS}
+    plans = [make_plan(fields, device.target, kv_dtype=kind, **options) for kind in kv_dtypes]
+    nodes = [n for plan in plans for n in plan.lowered.nodes]
+    source = kernel_source(nodes, device.target, capacity=ROWS)
+    binary = compiled(source, device, cache)
+    return [assemble(plan, source, binary, variants=variants_of(nodes)) for plan in plans]
 
 
 def given(runtime: Runtime, seed: int, tokens: int) -> Kv:
@@ -83,32 +91,51 @@ def answers(runtime: Runtime, lengths: Sequence[int]) -> Array:
     return runtime.tensor("logits")[: len(lengths)].copy()
 
 
-def check_given(device: Device, cache: Path, wide: str = "bf16", **config: Any) -> None:
-    """Alone and beside another: the bits of wider pages of those values."""
-    found = {}
-    for kv_dtype in ("f8", wide):
-        runtime = opened(device, cache, kv_dtype, **config)
+def check_given(runtime: Runtime) -> Array:
+    """Logits of two in one step; each alone has the same bits."""
+    together = answers(runtime, (70, 100))
+    runtime.reset()
+    assert np.isfinite(together).all() and (together[0] != together[1]).any()
+    assert answers(runtime, (70,))[0].tobytes() == together[0].tobytes()
+    runtime.reset()
+    return together
+
+
+def check_own(runtime: Runtime) -> None:
+    """Keys and values that the kernel makes, behind given ones, over the end of a page: the same bits in one step and
+    token by token."""
+    ids = [int(i) for i in np.random.default_rng(5).integers(1, MODEL["vocab_size"], START + 4)]
+    found = []
+    for first in (len(ids), START + 1):
+        kv = given(runtime, 7, START)
+        write_kv(runtime, kv, [(i, i) for i in range(-(-START // runtime.manifest.page_tokens))])
+        admit(runtime, 0, ids[:first], len(ids) + 1, start=START)
+        for at in range(first - 1, len(ids)):
+            if at >= first:
+                runtime.force_token(0, ids[at])
+            runtime.launch(1)
+            runtime.finish(120.0)
+            runtime.events()
+        pages = range(-(-len(ids) // runtime.manifest.page_tokens))
+        made = read_kv(runtime, list(pages), ids)
+        assert (
+            np.asarray(made.keys[:, START:], np.float32).any() and np.asarray(made.values[:, START:], np.float32).any()
+        )
+        found.append(runtime.tensor("logits")[0].tobytes() + made.keys.tobytes() + made.values.tobytes())
+        runtime.reset()
+    assert found[0] == found[1]
+
+
+def check_pages(device: Device, cache: Path, dtype: str = "bf16", wide: str = "bf16", **config: Any) -> None:
+    """Of given keys and values the bits of wider pages; of the kernel's own the same bits in any chunks."""
+    fields = {**MODEL, **config}
+    found = []
+    for program in programs(device, cache, ("f8", wide), dtype, fields):
+        runtime = Runtime(program, device, Zeros(fields).read, spin_budget_ns=60_000_000_000)
         try:
-            together = answers(runtime, (70, 100))
-            runtime.reset()
-            alone = answers(runtime, (70,))
+            found.append(check_given(runtime).tobytes())
+            if program.manifest.kv_dtype == "f8":
+                check_own(runtime)
         finally:
             runtime.close()
-        assert np.isfinite(together).all() and (together[0] != together[1]).any()
-        assert together[0].tobytes() == alone[0].tobytes(), kv_dtype
-        found[kv_dtype] = together
-    assert found["f8"].tobytes() == found[wide].tobytes()
-
-
-def check_own(device: Device, cache: Path, **config: Any) -> Array:
-    """Keys and values that the kernel makes: the same bits in a chunk and token by token. Logits of the last tokens."""
-    ids = [int(i) for i in np.random.default_rng(5).integers(1, MODEL["vocab_size"], 69)]
-    runtime = opened(device, cache, "f8", **config)
-    try:
-        chunk = forced_logits(runtime, ids, 66)
-        runtime.reset()
-        single = forced_logits(runtime, ids[:69], 60)[6:]
-    finally:
-        runtime.close()
-    assert np.isfinite(chunk).all() and chunk.tobytes() == single.tobytes()
-    return chunk
+    assert found[0] == found[1]

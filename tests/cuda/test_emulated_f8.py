@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cuda.emulated import EmulatedCuda
-from tests.f8_pages import check_given, check_own
+from tests.f8_pages import check_pages
 
 
 @pytest.fixture(scope="session")
@@ -16,12 +16,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulated-cuda-f8")
 
 
-def test_given_keys_and_values(cache: Path) -> None:
-    check_given(EmulatedCuda(2), cache)
-
-
-def test_keys_and_values_of_the_step(cache: Path) -> None:
-    check_own(EmulatedCuda(2), cache)
+def test_the_bits_of_wider_pages(cache: Path) -> None:
+    check_pages(EmulatedCuda(2), cache)
 
 
 @pytest.mark.slow
@@ -36,11 +32,10 @@ def test_keys_and_values_of_the_step(cache: Path) -> None:
     ids=str,
 )
 def test_other_heads(config: dict[str, Any], cache: Path) -> None:
-    check_given(EmulatedCuda(2), cache, **config)
-    check_own(EmulatedCuda(3), cache, **config)
+    check_pages(EmulatedCuda(3), cache, **config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_86"])
 def test_shorter_rings(target: str, cache: Path) -> None:
-    check_given(EmulatedCuda(2, target), cache, head_dim=128)
+    check_pages(EmulatedCuda(2, target), cache, head_dim=128)

@@ -65,7 +65,7 @@ def pages_of(engine: Engine, layer: int) -> set[bytes]:
     return {page for page in found if any(page)}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_exported_and_imported_again(opened: Open, tp: int) -> None:
     """The same bytes in other pages, and the same tokens after them."""
     llm = opened(**F8, tp=tp)
