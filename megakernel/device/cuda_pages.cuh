@@ -32,8 +32,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take keys and values of 16 bits or less");
   static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is a multiple of 32");
   static_assert(kPage % kRunTokens == 0 && kPiece % kPage == 0 && kRuns <= kConsumers, "a run is in one page");
-  static_assert(kUnitBytes - (kTwoStages ? kKeyBytes : 0) <= kStageBytes && kPiecePages * kPageStages <= (kRooms ? kRowStages : kStages),
-                "an item's pages are in the ring together");
+  static_assert(kUnitBytes - (kTwoStages ? kKeyBytes : 0) <= kStageBytes, "a page, or its values with the exponents, in a stage");
+  static_assert(kPiecePages * kPageStages <= (kRooms ? kRowStages : kStages), "an item's pages are in the ring together");
   static_assert(kMergeAt + kTopBytes + kBlockRows * kConsumers * 32 <= least_below(),
                 "one tile of values can be merged, whatever the rows of the step");
 
