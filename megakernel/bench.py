@@ -21,8 +21,8 @@ from megakernel.llm import LLM
 from megakernel.origin import Progress, open_origin
 from megakernel.sampling import SamplingParams
 from megakernel.settings import read_settings
-
-DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+from megakernel.tasks.attention import token_bytes
+from megakernel.tasks.task import DType
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ Contender = Callable[[list[int], int], Run]  # (prompt, tokens to time) -> run
 def step_bytes(m: Manifest, context: int) -> int:
     """Bytes that one decode step at `context` cached tokens must read, all ranks together: weights once, the KV of its
     sequence once."""
-    return m.ranks * (m.stream_bytes + 2 * m.kv_layers * m.kv_heads * m.head_dim * context * DTYPE_BYTES[m.kv_dtype])
+    token = m.kv_layers * m.kv_heads * token_bytes(m.head_dim, DType(m.kv_dtype))
+    return m.ranks * (m.stream_bytes + context * token)
 
 
 def plain_read_gbps(nbytes: int, threads: int, repeats: int = 5) -> float:

@@ -55,7 +55,9 @@ TargetName = Annotated[
     str | None, typer.Option("--target", help="Target to build for, such as sm_90a; default: the device's own.")
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="Type of weights: f32, bf16 or f16.")]
-KvDtype = Annotated[str | None, typer.Option("--kv-dtype", help="Type of the KV cache; default: that of weights.")]
+KvDtype = Annotated[
+    str | None, typer.Option("--kv-dtype", help="Type of the KV cache, also f8; default: that of weights.")
+]
 Slots = Annotated[int, typer.Option("--max-slots", help="Sequences at once.")]
 Context = Annotated[
     int | None, typer.Option("--max-context", help="Tokens of prompt and output; default 4096 or the model's limit.")

@@ -38,6 +38,7 @@ from megakernel.report import analysis
 from megakernel.scheduler.simulate import share_of_hops, simulate
 from megakernel.settings import Settings
 from megakernel.target import Target
+from megakernel.tasks.task import WEIGHT_TYPES
 
 FORMAT = "megakernel device report 1"
 PACKAGES = (
@@ -72,8 +73,9 @@ class Wanted:
 
     def __post_init__(self) -> None:
         """Found now, not after a minute of building."""
-        if self.dtype not in bench.DTYPE_BYTES:
-            raise InvalidRequest(f"--dtype {self.dtype}: expected one of {', '.join(bench.DTYPE_BYTES)}")
+        known = [d.value for d in WEIGHT_TYPES]
+        if self.dtype not in known:
+            raise InvalidRequest(f"--dtype {self.dtype}: expected one of {', '.join(known)}")
         check_ranks(self.tp)
         for option, value, least in (
             ("--tokens", self.tokens, 2), ("--rounds", self.rounds, 1), *(("--context", c, 1) for c in self.contexts),

@@ -66,6 +66,7 @@ class LLM:
         max_context: tokens of prompt and output together; default 4096, or the model's own limit if that is less.
         inputs: prompts may have embeddings instead of tokens. hidden: what the head reads can be asked for. Either
         takes host memory for every position of every slot.
+        kv_dtype: of the KV pages, f32, bf16, f16 or f8; default that of the weights.
         max_rows: tokens that one step computes; default by the cost model.
         workers: resident workers, default all. kv_pages: KV pages for all slots, default every slot's full context.
         tp: devices that run the model together, each with its part of the weights and of the KV cache: GPUs from

@@ -31,8 +31,9 @@ from megakernel.scheduler.schedule import Schedule
 from megakernel.scheduler.verify import verify
 from megakernel.target import Target
 from megakernel.tasks.advance import AdvanceConfig
+from megakernel.tasks.attention import unit_bytes
 from megakernel.tasks.record import MAX_ROWS, TILE_ROWS, abi_hash, row_capacity
-from megakernel.tasks.task import Addresses, DType, TaskNode, all_fields
+from megakernel.tasks.task import WEIGHT_TYPES, Addresses, DType, TaskNode, all_fields
 
 MOST_ROWS = {"cpu": MAX_ROWS, "cuda": 64, "hip": TILE_ROWS}  # of a step, by backend
 Progress = Callable[[str], None]  # name of the stage that begins
@@ -245,15 +246,19 @@ def _limits(
         )
     if slots < 1:
         raise CapacityError(f"max_slots {slots}: at least 1 is needed")
-    kinds = [d.value for d in DType]
-    for text in (dtype, kv_dtype or dtype):
-        if text not in kinds:
-            raise LoweringError(f"unknown dtype {text!r}; known: {', '.join(kinds)}")
-        if target.half_only and DType(text).bytes != 2:
-            raise LoweringError(
-                f"dtype {text!r}: {target.name} multiplies 16-bit elements; choose bf16 or f16, or the cpu device"
-            )
-    return Limits(DType(dtype), DType(kv_dtype or dtype), slots, wanted, rows)
+    weights, pages = _dtype("dtype", dtype, target), _dtype("kv_dtype", kv_dtype or dtype, target)
+    return Limits(weights, pages, slots, wanted, rows)
+
+
+def _dtype(option: str, text: str, target: Target) -> DType:
+    known = [d.value for d in (DType if option == "kv_dtype" else WEIGHT_TYPES)]
+    if text not in known:
+        raise LoweringError(f"unknown {option} {text!r}; known: {', '.join(known)}")
+    if target.half_only and text == DType.F32.value:
+        raise LoweringError(
+            f"{option} {text!r}: {target.name} multiplies 16-bit elements; choose bf16 or f16, or the cpu device"
+        )
+    return DType(text)
 
 
 def context_of(limits: Limits) -> int:
@@ -297,7 +302,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         kv_layers=low.kv_layers,
         kv_heads=low.kv_heads,
         head_dim=low.head_dim,
-        kv_unit_bytes=2 * low.page_tokens * low.head_dim * limits.kv_dtype.bytes,
+        kv_unit_bytes=unit_bytes(low.page_tokens, low.head_dim, limits.kv_dtype),
         vocab=made.graph.config.vocab,
         weights_bytes=low.weights_bytes,
         stream_bytes=low.stream_bytes,

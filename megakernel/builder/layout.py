@@ -340,10 +340,17 @@ def page_layouts(target: Target, dtype: DType, head_dim: int, page_tokens: int) 
         keys = Layout(((8, t // 8), (8, 4, d // 32)), ((32, 8 * d), (1, 8, 256)))
         values = Layout(((2, 4, 4, t // 32), (8, d // 8)), ((1, 8, 2, 32 * d), (32, 256)))
     else:
-        pair = 1 if dtype is DType.F32 else 2
-        keys = Layout((t, (pair, d // pair)), (pair, (1, t * pair)))
-        values = Layout(((pair, t // pair), d), ((1, d * pair), pair))
+        of_keys, of_values = _stack(target, dtype, t), _stack(target, dtype, d)
+        keys = Layout((t, (of_keys, d // of_keys)), (of_keys, (1, t * of_keys)))
+        values = Layout(((of_values, t // of_values), d), ((1, d * of_values), of_values))
     return _grid(keys), _grid(values) + d * t
+
+
+def _stack(target: Target, dtype: DType, columns: int) -> int:
+    """Consecutive elements of one column that are side by side in a tile of so many columns, see `tile_index`."""
+    if target.backend == "hip" and columns % 16 == 0:
+        return 4 if dtype is DType.F32 else 8
+    return 4 // dtype.bytes
 
 
 def _grid(layout: Layout) -> Array:

@@ -109,7 +109,7 @@ def page_tokens(target: Target, head_dim: int, kv_dtype: DType) -> int:
     """Tokens of a page: the target's, or as many as fill one stage of its ring, a power of two up to 64."""
     if not target.shared_bytes:
         return target.page_tokens
-    fit = UNIT_BYTES // (2 * head_dim * kv_dtype.bytes)
+    fit = UNIT_BYTES // attention.token_bytes(head_dim, kv_dtype)
     return max(target.page_least, min(64, 1 << max(0, fit.bit_length() - 1)))
 
 
@@ -413,8 +413,10 @@ class _Lowering:
         self.tensors[name] = TensorSize(rows or self.limits.max_rows, cols, "f32")
 
     def _piece(self, pages: int, head_dim: int) -> int:
-        """Tokens of an item: those of the target, or as many whole pages as its ring holds, halved until they fit."""
-        piece, token = self.target.piece_tokens // pages * pages, 2 * head_dim * self.limits.kv_dtype.bytes
+        """Tokens of an item: those of the target, or as many whole pages as its ring holds, halved until they fit. A
+        page of 8-bit elements takes as much of the ring as one of 16-bit ones, and has the same pieces."""
+        piece = self.target.piece_tokens // pages * pages
+        token = 2 * head_dim * max(2, self.limits.kv_dtype.bytes)
         while self.target.piece_bytes and piece * token > self.target.piece_bytes and piece % (2 * pages) == 0:
             piece //= 2
         return max(pages, piece)

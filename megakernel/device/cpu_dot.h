@@ -1,6 +1,7 @@
 // dot_tile on a CPU: columns of the tile are vector elements, so no sum ever crosses elements.
 //
-// A tile of k x n: float32 [k][n]; 16-bit types [k / 2][n][2], pairs of c side by side, k even. Each output is a sum of
+// A tile of k x n: float32 [k][n]; 16-bit types [k / 2][n][2], pairs of c side by side, k even; 8-bit codes [k / 4][n][4],
+// k a multiple of 4. Each output is a sum of
 // chains of kChain multiply-adds, c ascending in each and from chain to chain: one long chain would round more often on
 // its way than the sums of others do. How many rows and columns share a pass changes speed only.
 #pragma once
@@ -10,7 +11,8 @@ namespace megakernel::dev {
 
 template <DType kType, int kN>
 MK_INLINE uint32_t tile_index(uint32_t c, uint32_t j) {
-  return kType == DType::kF32 ? c * kN + j : (c / 2 * kN + j) * 2 + c % 2;
+  constexpr uint32_t kStack = 4 / bytes_of(kType);
+  return (c / kStack * kN + j) * kStack + c % kStack;
 }
 
 #if defined(__AVX512F__)
@@ -32,7 +34,7 @@ MK_INLINE const char* dot_chain(float* out, uint32_t ld_out, const float* x, uin
   using F = Vector<float, kLanes>;
   using I = Vector<int32_t, kLanes>;
   F acc[kRows][kColumns] = {};
-  constexpr uint32_t kStep = kType == DType::kF32 ? 1 : 2;
+  constexpr uint32_t kStep = 4 / bytes_of(kType);
   for (; c < end; c += kStep, tile += kN * 4) {
     if constexpr (kFirst && kPrefetchBytes<kType> > 0) {
       const char* ahead = tile + kPrefetchBytes<kType>;
@@ -42,6 +44,12 @@ MK_INLINE const char* dot_chain(float* out, uint32_t ld_out, const float* x, uin
       if constexpr (kType == DType::kF32) {
         const F w = load_whole<F>(tile + j * kLanes * 4);
         for (int r = 0; r < kRows; ++r) acc[r][j] += w * x[r * ld_x + c];
+      } else if constexpr (kType == DType::kF8) {
+        const I four = load_whole<I>(tile + j * kLanes * 4);
+        for (uint32_t s = 0; s < kStep; ++s) {
+          const F w = widen_high<kType, F>(four << int32_t(24 - 8 * s));
+          for (int r = 0; r < kRows; ++r) acc[r][j] += w * x[r * ld_x + c + s];
+        }
       } else {
         const I pair = load_whole<I>(tile + j * kLanes * 4);
         const F even = widen_high<kType, F>(pair << 16), odd = widen_high<kType, F>(pair);
@@ -118,18 +126,20 @@ MK_INLINE void dot_many(float* out, uint32_t ld_out, const float* x, uint32_t ld
 
 constexpr uint32_t kManyRows = 24;
 
-// A tile of 16-bit numbers as float32, exactly.
+// A tile of smaller numbers as float32, exactly.
 template <DType kType, int kN, int kLanes>
 MK_INLINE void widen_tile(float* out, const char* tile, uint32_t k) {
   using F = Vector<float, kLanes>;
   using I = Vector<int32_t, kLanes>;
-  for (uint32_t c = 0; c < k; c += 2, tile += kN * 4) {
+  constexpr uint32_t kStep = 4 / bytes_of(kType), kBits = 8 * bytes_of(kType);
+  for (uint32_t c = 0; c < k; c += kStep, tile += kN * 4) {
     for (int line = 0; line < kN * 4; line += 64) __builtin_prefetch(tile + 2048 + line);
     for (int j = 0; j < kN / kLanes; ++j) {
-      const I pair = load_whole<I>(tile + j * kLanes * 4);
-      const F even = widen_high<kType, F>(pair << 16), odd = widen_high<kType, F>(pair);
-      __builtin_memcpy(out + uint64_t(c) * kN + j * kLanes, &even, sizeof even);
-      __builtin_memcpy(out + uint64_t(c + 1) * kN + j * kLanes, &odd, sizeof odd);
+      const I word = load_whole<I>(tile + j * kLanes * 4);
+      for (uint32_t s = 0; s < kStep; ++s) {
+        const F v = widen_high<kType, F>(word << int32_t(32 - kBits * (s + 1)));
+        __builtin_memcpy(out + uint64_t(c + s) * kN + j * kLanes, &v, sizeof v);
+      }
     }
   }
 }

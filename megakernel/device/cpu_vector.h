@@ -5,6 +5,8 @@
 #define MK_DEVICE inline
 #define MK_INLINE inline __attribute__((always_inline))
 
+#include "megakernel/device/f8.cuh"
+
 namespace megakernel::dev {
 
 constexpr int kWidth = 8;
@@ -92,10 +94,14 @@ MK_INLINE Vf erf(Vf x) {
   return x;
 }
 
-// 16-bit floats in 32-bit elements, the number in the high half and anything in the low half.
+// Floats of 16 or 8 bits in 32-bit elements, the number in the highest bits and anything below it.
 template <DType kType, class F, class I>
 MK_INLINE F widen_high(I bits) {
   if constexpr (kType == DType::kBf16) return (F)(bits & int32_t(0xffff0000));
+  // The exponent moves by 4 bits and its bias by 120; right for zero and for denormal numbers too.
+  if constexpr (kType == DType::kF8) {
+    return (F)((bits & int32_t(0x80000000)) | ((bits >> 4) & int32_t(0x07f00000))) * 1.329227995784916e36f;
+  }
   // The exponent moves by 3 bits and its bias by 112; right for zero and for denormal numbers too.
   return (F)((bits >> 3) & int32_t(0x8fffe000)) * 5.192296858534828e33f;
 }
@@ -109,6 +115,17 @@ template <DType kType>
 MK_INLINE Vf load_as(const void* p, uint32_t index, Some part) {
   if constexpr (kType == DType::kF32) return load(static_cast<const float*>(p) + index, part);
   return widen_high<kType, Vf>(load_u16(static_cast<const uint16_t*>(p) + index, part) << 16);
+}
+
+// Powers of two of 8-bit vectors, from their exponents.
+MK_INLINE Vf powers(const uint8_t* p, All) {
+  const Vi e = __builtin_convertvector(load_whole<Vector<uint8_t, kWidth>>(p), Vi);
+  return as_vf(e << 23 | ((e == int32_t(kNotFinite)) & (1 << 22)));
+}
+MK_INLINE Vf powers(const uint8_t* p, Some part) {
+  Vf v{};
+  for (uint32_t i = 0; i < part.count; ++i) v[i] = power(p[i]);
+  return v;
 }
 
 MK_INLINE uint16_t to_bf16(float v) {

@@ -10,6 +10,7 @@
 #include "megakernel/device/types.cuh"
 
 #include "megakernel/device/cuda_ptx.h"
+#include "megakernel/device/f8.cuh"
 #include "megakernel/device/cuda_values.h"
 #include "megakernel/device/cuda_trace.cuh"
 

@@ -112,9 +112,18 @@ struct HeadLoader : PageShape<kConfig> {
       Bits bits;
 #pragma unroll
       for (uint32_t j = 0; j < kEach / 2; ++j) bits.word[j] = pack<Shape::kHalf>(x.v[2 * j], x.v[2 * j + 1]);
-      put(h, bits);
-      if (n + kAtOnce >= heads) l.end();
-      put_page(h, bits);
+      if constexpr (Shape::kEight) {
+        const uint32_t exponent = exponent_of(x);
+        const Codes<kEach> codes = codes_of(x, inverse_power(exponent));
+        if (h.kind == Kind::kQuery) put(h, bits);
+        put_codes(h, codes, exponent);
+        if (n + kAtOnce >= heads) l.end();
+        put_page(h, codes, exponent);
+      } else {
+        put(h, bits);
+        if (n + kAtOnce >= heads) l.end();
+        put_page(h, bits);
+      }
     }
   }
 
@@ -168,6 +177,47 @@ struct HeadLoader : PageShape<kConfig> {
     }
   }
 
+  // ---------------------------------------------------------------------------------------------- 8-bit keys and values
+  // Of the head of which this lane has a part; lanes without one have zeros.
+  MK_DEVICE static uint32_t exponent_of(const Elements& x) {
+    uint32_t top = 0;
+#pragma unroll
+    for (uint32_t j = 0; j < kEach; ++j) top = larger(top, as_bits(x.v[j]) & 0x7fffffff);
+#pragma unroll
+    for (uint32_t d = kLanes / 2; d > 0; d /= 2) top = larger(top, __shfl_xor_sync(0xffffffffu, top, d));
+    return power_of(top);
+  }
+  MK_DEVICE static Codes<kEach> codes_of(const Elements& x, float inverse) {
+    Codes<kEach> codes{};
+#pragma unroll
+    for (uint32_t j = 0; j < kEach; ++j) codes.word[j / 4] |= uint32_t(to_f8(x.v[j], inverse)) << j % 4 * 8;
+    return codes;
+  }
+  // To the fresh ones: key, value, their exponents.
+  MK_DEVICE void put_codes(const Head& h, const Codes<kEach>& codes, uint32_t exponent) const {
+    if (h.kind == Kind::kNone || h.kind == Kind::kQuery) return;
+    const uint32_t value = h.kind == Kind::kValue;
+    uint8_t* fresh = block().scratch + Shape::kQueryBytes + h.place * Shape::kFreshBytes;
+    *reinterpret_cast<Codes<kEach>*>(fresh + value * kDim + i * kEach) = codes;
+    if (i == 0) fresh[2 * kDim + value] = uint8_t(exponent);
+  }
+  MK_DEVICE void put_page(const Head& h, const Codes<kEach>& codes, uint32_t exponent) const {
+    if (h.kind == Kind::kNone || h.kind == Kind::kQuery) return;
+    const uint32_t token = h.position % kPage, value = h.kind == Kind::kValue;
+    char* page = page_of(h);
+    if (i == 0) page[Shape::kExponents + value * kPage + token] = char(exponent);
+    if (value) {
+      Shape::put_value(page, token, i * kEach, codes.word);
+    } else {
+      *reinterpret_cast<Codes<kEach>*>(page + Shape::key_at(token, i * kEach)) = codes;
+    }
+  }
+  MK_DEVICE char* page_of(const Head& h) const {
+    char* pool = reinterpret_cast<char*>(l.w.args.kv + f.layer * l.w.args.kv_layer_stride);
+    return pool + (uint64_t(h.page) * kKvHeads + item.head) * Shape::kUnitBytes;
+  }
+
+  // ---------------------------------------------------------------------------------------------- 16-bit ones, and queries
   // The elements of a lane, rounded.
   struct alignas(kEach * 2) Bits {
     uint32_t word[kEach / 2];
@@ -186,8 +236,7 @@ struct HeadLoader : PageShape<kConfig> {
   MK_DEVICE void put_page(const Head& h, const Bits& bits) const {
     if (h.kind == Kind::kNone || h.kind == Kind::kQuery) return;
     const uint32_t token = h.position % kPage;
-    char* pool = reinterpret_cast<char*>(l.w.args.kv + f.layer * l.w.args.kv_layer_stride);
-    char* page = pool + (uint64_t(h.page) * kKvHeads + item.head) * Shape::kUnitBytes;
+    char* page = page_of(h);
     if (h.kind == Kind::kKey) {
       *reinterpret_cast<Bits*>(page + Shape::key_at(token, i * kEach)) = bits;
       return;

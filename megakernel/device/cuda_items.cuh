@@ -6,40 +6,63 @@ namespace megakernel::dev {
 constexpr uint32_t kRunTokens = 32;
 constexpr uint32_t kBlockRows = 8;  // q-rows that go through an item together
 
+template <uint32_t kCount>
+struct alignas(kCount) Codes {
+  uint32_t word[kCount / 4];
+};
+
 // A page of one KV head fills a stage, or its keys one and its values the next. Its keys are the B operand of queries x
 // keys (8 tokens by 32 elements, 16 bytes a lane), its values that of weights x values (32 tokens by 8 elements); the order
 // of tokens inside is the one in which the first product leaves its result, so that the result is the A operand of the
-// second as it stands.
+// second as it stands. Of 8-bit pages a lane has 8 codes where it has 16 bytes of others, which become bfloat16 in registers,
+// and the exponents of keys and values are behind both. They are applied in float32, to scores and weights: a lane's 8 of these
+// are of the same tokens.
 template <tasks::AttentionConfig kConfig>
 struct PageShape {
   static constexpr uint32_t kDim = kConfig.head_dim, kGroup = kConfig.group, kKvHeads = kConfig.kv_heads;
   static constexpr uint32_t kHeads = kKvHeads * kGroup, kColumns = (kHeads + 2 * kKvHeads) * kDim;
   static constexpr uint32_t kPage = kConfig.page_tokens, kPiece = kConfig.piece_tokens;
   static constexpr uint32_t kPiecePages = kPiece / kPage, kRuns = kPiece / kRunTokens;
-  static constexpr uint32_t kKeyBytes = kDim * kPage * 2, kUnitBytes = 2 * kKeyBytes;
+  static constexpr bool kEight = kConfig.kv_dtype == DType::kF8;
+  static constexpr uint32_t kElement = bytes_of(kConfig.kv_dtype), kOctet = 8 * kElement;  // kOctet: bytes of a lane
+  static constexpr uint32_t kTile = 32 * kOctet;                                           // of a warp
+  static constexpr uint32_t kKeyBytes = kDim * kPage * kElement, kExponents = 2 * kKeyBytes;  // kExponents: where they are
+  static constexpr uint32_t kUnitBytes = kExponents + (kEight ? 2 * kPage : 0);
   static constexpr uint32_t kChunks = kDim / 32, kValueTiles = kDim / 8;
   static constexpr uint32_t kHalfRotary = kConfig.rotary_dim / 2;
   static constexpr uint32_t kPartial = kDim + 2;
   static constexpr bool kHalf = kConfig.kv_dtype == DType::kF16;
   // Scratch of an item: queries as A operand, keys and values of this step's rows, what is merged.
-  static constexpr uint32_t kQueryBytes = kChunks * 512, kFreshBytes = kDim * 4;
+  static constexpr uint32_t kQueryBytes = kChunks * 512, kFreshBytes = 2 * kDim * kElement + (kEight ? 16 : 0);
   static constexpr uint32_t kFreshRows = (kBlockRows + kGroup - 1) / kGroup, kMergeAt = kQueryBytes + kFreshRows * kFreshBytes;
 
   // Where element `dim` of token `t` of a page is.
   MK_DEVICE static uint32_t key_at(uint32_t t, uint32_t dim) {
-    return t / 8 * (kDim * 16) + dim / 32 * 512 + (t % 8 * 4 + dim % 32 / 8) * 16 + dim % 8 * 2;
+    return t / 8 * (kDim * kOctet) + dim / 32 * kTile + (t % 8 * 4 + dim % 32 / 8) * kOctet + dim % 8 * kElement;
   }
   MK_DEVICE static uint32_t value_at(uint32_t t, uint32_t dim) {
-    return kKeyBytes + t / 32 * (kDim * 64) + dim / 8 * 512 + (dim % 8 * 4 + t % 8 / 2) * 16 + t % 32 / 8 * 4 + t % 2 * 2;
+    return kKeyBytes + t / 32 * (kDim * 4 * kOctet) + dim / 8 * kTile + (dim % 8 * 4 + t % 8 / 2) * kOctet +
+           t % 32 / 8 * (2 * kElement) + t % 2 * kElement;
   }
 
-  // Elements of a value from an even one on, two a word: each goes to a place of its own. They are of one eight.
+  // What a lane has of a tile, as 16-bit operands.
+  MK_DEVICE static Quad octet(const uint8_t* at) {
+    if constexpr (!kEight) return *reinterpret_cast<const Quad*>(at);
+    const Codes<8> codes = *reinterpret_cast<const Codes<8>*>(at);
+    return {low_codes(codes.word[0]), high_codes(codes.word[0]), low_codes(codes.word[1]), high_codes(codes.word[1])};
+  }
+
+  // Elements of a value from an even one on, two a word or four codes: each goes to a place of its own.
   template <uint32_t kWords>
   MK_DEVICE static void put_value(void* page, uint32_t token, uint32_t dim, const uint32_t (&words)[kWords]) {
     char* at = static_cast<char*>(page) + value_at(token, dim);
 #pragma unroll
-    for (uint32_t j = 0; j < 2 * kWords; ++j) {
-      *reinterpret_cast<uint16_t*>(at + j * 64) = uint16_t(words[j / 2] >> (j % 2 * 16));
+    for (uint32_t j = 0; j < 4 / kElement * kWords; ++j) {
+      if constexpr (kEight) {
+        at[j * 32] = char(words[j / 4] >> (j % 4 * 8));
+      } else {
+        *reinterpret_cast<uint16_t*>(at + j * 64) = uint16_t(words[j / 2] >> (j % 2 * 16));
+      }
     }
   }
 

@@ -22,16 +22,18 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   using Shape::kDim, Shape::kGroup, Shape::kHeads, Shape::kKvHeads, Shape::kPage, Shape::kPiece, Shape::kPiecePages;
   using Shape::kRuns, Shape::kKeyBytes, Shape::kUnitBytes, Shape::kChunks, Shape::kValueTiles, Shape::kPartial;
   using Shape::kHalf, Shape::kMergeAt, Shape::kQueryBytes, Shape::kFreshBytes;
+  using Shape::kEight, Shape::kElement, Shape::kOctet, Shape::kTile, Shape::kExponents;
   static constexpr bool kProduces = true, kStores = false, kLoads = true, kNeedsHeader = true;
   static constexpr bool kTwoStages = kUnitBytes > kStageBytes;  // of a page: keys, then values
   static constexpr uint32_t kPageStages = kTwoStages ? 2 : 1;
   static constexpr uint32_t kTopBytes = kBlockRows * kConsumers * sizeof(float2);
+  static constexpr uint32_t kInQuad = 16 / kElement;  // elements
   static constexpr uint32_t kTilesAtOnce = kValueTiles % 8 == 0 ? 8 : 4;  // of values, in registers
-  static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take 16-bit keys and values");
+  static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take keys and values of 16 bits or less");
   static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is a multiple of 32");
   static_assert(kPage % kRunTokens == 0 && kPiece % kPage == 0 && kRuns <= kConsumers, "a run is in one page");
-  static_assert(kKeyBytes <= kStageBytes && kPiecePages * kPageStages <= (kRooms ? kRowStages : kStages),
-                "an item's pages are in the ring together");
+  static_assert(kUnitBytes - (kTwoStages ? kKeyBytes : 0) <= kStageBytes, "a page, or its values with the exponents, in a stage");
+  static_assert(kPiecePages * kPageStages <= (kRooms ? kRowStages : kStages), "an item's pages are in the ring together");
   static_assert(kMergeAt + kTopBytes + kBlockRows * kConsumers * 32 <= least_below(),
                 "one tile of values can be merged, whatever the rows of the step");
 
@@ -63,8 +65,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   MK_DEVICE static void put_page(Producer& p, const char* pool, uint32_t page, uint32_t head) {
     const char* unit = pool + (uint64_t(page) * kKvHeads + head) * kUnitBytes;
-    p.put(unit, kUnitBytes / kPageStages);
-    if constexpr (kTwoStages) p.put(unit + kKeyBytes, kKeyBytes);
+    p.put(unit, kTwoStages ? kKeyBytes : kUnitBytes);
+    if constexpr (kTwoStages) p.put(unit + kKeyBytes, kUnitBytes - kKeyBytes);
   }
 
   // The pages of all items, which become known, unless there are too many or they are of several heads.
@@ -217,13 +219,18 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       if (position - run_start >= kRunTokens) continue;
       const uint8_t* from = block().scratch + kQueryBytes + (r - fresh.first) * kFreshBytes;
 #pragma unroll 1
-      for (uint32_t i = w.warp_lane(); i < kDim / 4; i += 32) {
+      for (uint32_t i = w.warp_lane(); i < 2 * kDim / kInQuad; i += 32) {
         const Quad bits = *reinterpret_cast<const Quad*>(from + i * 16);
-        if (i < kDim / 8) {
-          *reinterpret_cast<Quad*>(stage.keys + Shape::key_at(token, i * 8)) = bits;
+        if (i < kDim / kInQuad) {
+          *reinterpret_cast<Quad*>(stage.keys + Shape::key_at(token, i * kInQuad)) = bits;
         } else {
           const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-          Shape::put_value(stage.values(), token, i * 8 - kDim, words);
+          Shape::put_value(stage.values(), token, i * kInQuad - kDim, words);
+        }
+      }
+      if constexpr (kEight) {
+        if (const uint32_t lane = w.warp_lane(); lane < 2) {
+          stage.values()[kExponents + lane * kPage + token] = from[2 * kDim + lane];
         }
       }
       fence_shared_for_copies();  // before the stage is filled again
@@ -255,19 +262,20 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     if (stage.keys) {
       float s[4][4] = {};
       const uint8_t* queries = block().scratch + lane * 16;
-      const uint8_t* keys = stage.keys + run_start % kPage / 8 * (kDim * 16) + lane * 16;
+      const uint8_t* keys = stage.keys + run_start % kPage / 8 * (kDim * kOctet) + lane * kOctet;
 #pragma unroll
       for (uint32_t i = 0; i < kChunks; ++i) {
         const Quad q = *reinterpret_cast<const Quad*>(queries + i * 512);
         Quad b[4];
 #pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) b[j] = *reinterpret_cast<const Quad*>(keys + j * (kDim * 16) + i * 512);
+        for (uint32_t j = 0; j < 4; ++j) b[j] = Shape::octet(keys + j * (kDim * kOctet) + i * kTile);
 #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.x, 0, q.y, 0, b[j].x, b[j].y);
 #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.z, 0, q.w, 0, b[j].z, b[j].w);
       }
-      soften(f, s, Seen(w, f, item, base + lane / 4, run_start), lane % 4, top, total);
+      const uint8_t* exponents = stage.values() + kExponents + run_start % kPage;  // of the keys
+      soften(f, s, Seen(w, f, item, base + lane / 4, run_start), lane % 4, exponents, top, total);
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
     }
@@ -275,10 +283,12 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // Scores become weights.
-  MK_DEVICE static void soften(const Fields& f, float (&s)[4][4], const Seen& seen, uint32_t t, float& top, float& total) {
+  MK_DEVICE static void soften(const Fields& f, float (&s)[4][4], const Seen& seen, uint32_t t, const uint8_t* exponents,
+                               float& top, float& total) {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       float& v = s[i / 2][i % 2];
+      if constexpr (kEight) v *= power(exponents[i / 2 * 8 + t * 2 + i % 2]);
       v *= f.scale;
       if constexpr (kConfig.softcap) v = f.softcap * tanhf(v / f.softcap);
       const uint32_t token = i / 2 * 8 + t * 2 + i % 2;
@@ -293,6 +303,9 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       float& v = s[i / 2][i % 2];
       v = exp2_fast((v - base) * kLog2e);
       total += v;
+      if constexpr (kEight) {  // the exponents of tokens that weigh nothing may be anything
+        v = v == 0.0f ? 0.0f : v * power(exponents[kPage + i / 2 * 8 + t * 2 + i % 2]);
+      }
     }
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
@@ -314,14 +327,15 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     uint8_t* scratch = block().scratch + kMergeAt + (turns && merges % 2 ? all : 0);
     auto* tops = reinterpret_cast<float2*>(scratch);              // [q-row][consumer]: top, total
     float* sums = reinterpret_cast<float*>(scratch + kTopBytes);  // [consumer][q-row][column]
-    const uint8_t* values = stage.values() + kKeyBytes + run_start % kPage / 32 * (kDim * 64) + w.warp_lane() * 16;
+    const uint8_t* values =
+        stage.values() + kKeyBytes + run_start % kPage / 32 * (kDim * 4 * kOctet) + w.warp_lane() * kOctet;
     if (!turns && merges > 0) w.sync();
     if (t == 0) tops[g * kConsumers + w.warp()] = make_float2(top, total);
     if (whole) {
       float* out = sums + (w.warp() * rows + g) * kDim + t * 2;
       if (stage.keys) {
 #pragma unroll
-        for (uint32_t n = 0; n < kValueTiles; n += kTilesAtOnce) weigh<kTilesAtOnce>(p, values + n * 512, out + n * 8, g < rows);
+        for (uint32_t n = 0; n < kValueTiles; n += kTilesAtOnce) weigh<kTilesAtOnce>(p, values + n * kTile, out + n * 8, g < rows);
       }
       if (last && !kMayLag) give_back_pages(c, item, first);
       w.sync();
@@ -337,7 +351,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       float* out = sums + (w.warp() * rows + g) * count * 8 + t * 2;
       if (tile > 0) w.sync();
 #pragma unroll 1
-      for (uint32_t n = 0; n < count && stage.keys; ++n) weigh<1>(p, values + (tile + n) * 512, out + n * 8, g < rows);
+      for (uint32_t n = 0; n < count && stage.keys; ++n) weigh<1>(p, values + (tile + n) * kTile, out + n * 8, g < rows);
       const bool read = tile + count == kValueTiles && last;
       if (read && !kMayLag) give_back_pages(c, item, first);
       w.sync();
@@ -353,7 +367,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     float o[kTiles][4] = {};
     Quad b[kTiles];
 #pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) b[j] = *reinterpret_cast<const Quad*>(values + j * 512);
+    for (uint32_t j = 0; j < kTiles; ++j) b[j] = Shape::octet(values + j * kTile);
 #pragma unroll
     for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], p[0], 0, p[1], 0, b[j].x, b[j].y);
 #pragma unroll

@@ -343,6 +343,14 @@ MK_DEVICE uint32_t pack(float low, float high) {
   return v;
 }
 
+// Products of pairs of bfloat16.
+MK_DEVICE uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  uint32_t v;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(0x80008000u));
+  return v;
+}
+MK_DEVICE uint32_t pick_bytes(uint32_t word, uint32_t which) { return __byte_perm(word, 0, which); }
+
 MK_DEVICE float half_to_float(uint16_t bits) {
   float v;
   asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));

@@ -22,6 +22,7 @@ MK_DEVICE Vf load(const float* p, All) { return *p; }
 MK_DEVICE void store(float* p, Vf v, All) { *p = v; }
 MK_DEVICE Vf where(All, Vf v, float) { return v; }
 MK_DEVICE Vi load_u16(const uint16_t* p, All) { return *p; }
+MK_DEVICE Vf powers(const uint8_t* p, All) { return power(*p); }
 MK_DEVICE int32_t rank_of(float v) {
   const int32_t i = __float_as_int(v);
   return i ^ ((i >> 31) & 0x7fffffff);
@@ -31,6 +32,14 @@ MK_DEVICE float log(float x) { return logf(x); }
 MK_DEVICE float sqrt(float x) { return sqrtf(x); }
 MK_DEVICE float tanh(float x) { return tanhf(x); }
 MK_DEVICE float erf(float x) { return erff(x); }
+
+// Two codes of 8-bit vectors as bfloat16, exactly: their bits moved to where those of bfloat16 are, then the difference of
+// the biases, which is right for zero and for denormal codes too.
+MK_DEVICE uint32_t wide_codes(uint32_t upper_bytes) {
+  return multiply_pairs((upper_bytes >> 4 & 0x07f007f0u) | (upper_bytes & 0x80008000u), 0x7b807b80u);  // 2^120
+}
+MK_DEVICE uint32_t low_codes(uint32_t four) { return wide_codes(pick_bytes(four, 0x1404)); }
+MK_DEVICE uint32_t high_codes(uint32_t four) { return wide_codes(pick_bytes(four, 0x3424)); }
 
 template <DType kType>
 MK_DEVICE Vf load_as(const void* p, uint32_t index, All) {

@@ -436,7 +436,9 @@ MK_DEVICE void dot_tile(
   meet();  // readers of `out` have left it, writers of x and of the stage have written
   if constexpr (kN % 16 == 0) {
     auto of = [&](auto* vectors) {
-      if (__builtin_amdgcn_is_shared((const void*)stage)) {
+      if constexpr (kType == DType::kF8) {  // a page, which is never in a stage
+        dot_matrix<kType, kN>(out, ld_out, vectors, ld_x, (const MK_MEMORY CodeVector*)stage, rows, k, accumulate);
+      } else if (__builtin_amdgcn_is_shared((const void*)stage)) {
         dot_matrix<kType, kN>(out, ld_out, vectors, ld_x, (const Stage*)stage, rows, k, accumulate);
       } else {
         dot_matrix<kType, kN>(out, ld_out, vectors, ld_x, (const MK_MEMORY Vector*)stage, rows, k, accumulate);

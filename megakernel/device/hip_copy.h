@@ -23,6 +23,7 @@ template <class T, int kCount>
 using Pack __attribute__((ext_vector_type(kCount))) = T;
 using Vector = Pack<uint32_t, 4>;  // what one lane reads at once
 using Stage = MK_SHARED_SPACE Vector;
+using CodeVector = Pack<uint32_t, 2>;  // the same, of 8-bit codes
 
 // ------------------------------------------------------------------------------------------------ LDS
 // This wave's reads and writes of LDS are done.
@@ -43,6 +44,7 @@ MK_DEVICE Vector read_vector(const Stage* p) {
   return *p;
 }
 MK_DEVICE Vector read_vector(const MK_MEMORY Vector* p) { return *p; }
+MK_DEVICE CodeVector read_vector(const MK_MEMORY CodeVector* p) { return *p; }
 
 MK_DEVICE uint32_t lds_address(const Stage* p) { return uint32_t(uint64_t(p)); }
 

@@ -13,6 +13,8 @@
 #endif
 #define MK_SHARED_SPACE __attribute__((address_space(3)))
 
+#include "megakernel/device/f8.cuh"
+
 namespace megakernel::dev {
 
 constexpr uint32_t kWave = MEGAKERNEL_WAVE;
@@ -152,6 +154,7 @@ MK_DEVICE Vf load(const float* p, All) { return *p; }
 MK_DEVICE void store(float* p, Vf v, All) { *p = v; }
 MK_DEVICE Vf where(All, Vf v, float) { return v; }
 MK_DEVICE Vi load_u16(const uint16_t* p, All) { return *p; }
+MK_DEVICE Vf powers(const uint8_t* p, All) { return power(*p); }
 MK_DEVICE uint32_t bits_of(float v) { return __builtin_bit_cast(uint32_t, v); }
 MK_DEVICE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
@@ -184,6 +187,8 @@ template <DType kType>
 MK_DEVICE Vf load_as(const void* p, uint32_t index, All) {
   if constexpr (kType == DType::kF32) {
     return static_cast<const float*>(p)[index];
+  } else if constexpr (kType == DType::kF8) {
+    return of_f8(static_cast<const uint8_t*>(p)[index]);
   } else {
     const uint16_t bits = static_cast<const uint16_t*>(p)[index];
     return kType == DType::kBf16 ? float_of(uint32_t(bits) << 16) : half_to_float(bits);

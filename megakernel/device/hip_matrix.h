@@ -2,7 +2,7 @@
 //
 // A tile of k x n with n a multiple of 16 is in the order of the operands: vectors of 16 bytes, each of consecutive c of
 // one column, [k / kGroup][n][kGroup]; so 16 lanes read 16 vectors side by side. Of any other n: float32 [k][n]; 16-bit
-// types [k / 2][n][2], k even. A float32 number is split without error into three bfloat16 numbers of 8 bits each (a
+// types [k / 2][n][2], k even; 8-bit codes [k / 4][n][4], their vectors of columns a multiple of 16 are 8 bytes. A float32 number is split without error into three bfloat16 numbers of 8 bits each (a
 // float16 weight into two), and the products of the pieces are summed: the result is as good as float32, whatever the
 // type of the weights.
 #pragma once
@@ -78,12 +78,12 @@ struct Matrix {  // every lane: all 16 c; both halves of a wave hold the same op
 // ------------------------------------------------------------------------------------------------ operands
 using Floats = Pack<float, 4>;
 
-constexpr int pieces_of(DType type) { return type == DType::kBf16 ? 1 : type == DType::kF16 ? 2 : 3; }
+constexpr int pieces_of(DType type) { return type == DType::kF32 ? 3 : type == DType::kF16 ? 2 : 1; }
 constexpr uint32_t group_of(DType type) { return type == DType::kF32 ? 4 : 8; }  // elements of a vector
 
 template <DType kType, int kN>
 MK_DEVICE uint32_t tile_index(uint32_t c, uint32_t j) {
-  constexpr uint32_t kGroup = kN % 16 == 0 ? group_of(kType) : kType == DType::kF32 ? 1 : 2;
+  constexpr uint32_t kGroup = kN % 16 == 0 ? group_of(kType) : 4 / bytes_of(kType);
   return (c / kGroup * kN + j) * kGroup + c % kGroup;
 }
 
@@ -130,6 +130,13 @@ MK_DEVICE void tile_octet(
   if constexpr (kType == DType::kF32) {
     const Floats none = {0.0f, 0.0f, 0.0f, 0.0f};
     split_octet(c < k ? floats_of(at) : none, c + 4 < k ? floats_of(at + kN) : none, out, which);
+  } else if constexpr (kType == DType::kF8) {
+    const CodeVector v = c < k ? read_vector(at) : CodeVector{0, 0};
+#pragma unroll
+    for (uint32_t pair = 0; pair < 4; ++pair) {
+      const uint32_t two = v[pair / 2] >> pair % 2 * 16;
+      out[0][which][pair] = bits_of(of_f8(two & 0xff)) >> 16 | bits_of(of_f8(two >> 8 & 0xff));
+    }
   } else {
     const Vector v = c < k ? read_vector(at) : Vector{0, 0, 0, 0};
     if constexpr (kType == DType::kBf16) {

@@ -10,11 +10,11 @@
 
 namespace megakernel {
 
-enum class DType { kF32, kBf16, kF16 };
+enum class DType { kF32, kBf16, kF16, kF8 };
 
 namespace dev {
 
-constexpr uint32_t bytes_of(DType type) { return type == DType::kF32 ? 4 : 2; }
+constexpr uint32_t bytes_of(DType type) { return type == DType::kF32 ? 4 : type == DType::kF8 ? 1 : 2; }
 constexpr float kInfinity = __builtin_huge_valf();
 
 // The budget of a wait for another device: longer than that of the others, so that the fault at the root comes first.

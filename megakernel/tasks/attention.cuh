@@ -2,6 +2,8 @@
 //
 // A page of one KV head is two tiles in the order of dev::tile_index: the keys as a tile of head_dim x page_tokens, the
 // values as a tile of page_tokens x head_dim. So the scores and the weighted sum of values are both dot_tile.
+// Of 8-bit pages these are tiles of codes, and the exponents of the keys and of the values come behind them: a score is
+// multiplied by the power of two of its key, a weight by that of its value, which changes no other bit of either.
 #pragma once
 #include "megakernel/tasks/task.cuh"
 
@@ -30,7 +32,9 @@ struct Attention {
   static constexpr uint32_t kHeads = kConfig.kv_heads * kConfig.group;
   static constexpr uint32_t kPage = kConfig.page_tokens;
   static constexpr uint32_t kPiecePages = kConfig.piece_tokens / kConfig.page_tokens;
+  static constexpr bool kEight = kType == DType::kF8;
   static constexpr uint32_t kHalfBytes = kDim * kPage * dev::bytes_of(kType);  // keys, or values, of a page
+  static constexpr uint32_t kUnitBytes = 2 * kHalfBytes + (kEight ? 2 * kPage : 0);
   static constexpr uint32_t kColumns = (kHeads + 2 * kConfig.kv_heads) * kDim;
   static constexpr uint32_t kTileRows = 16;  // rows that go through a page together
 
@@ -51,7 +55,7 @@ struct Attention {
     MK_DEVICE Walk(Worker& w, const abi::Record& record, const Fields& f) : fields(&f) {
       end = record.tile_begin + record.tile_count;
       pool = at<char>(w.args.kv + f.layer * w.args.kv_layer_stride);
-      unit.bytes = 2 * kHalfBytes;
+      unit.bytes = kUnitBytes;
       unit.tile = record.tile_begin;
       begin_tile();
       last_page = page = 0;
@@ -229,9 +233,15 @@ struct Attention {
       const float* v = k + kConfig.kv_heads * kDim;
       prepare<kConfig.k_norm>(w, f, k, f.k_gamma, position, s.fresh);
       const uint32_t t = position % kPage;
-      put_token(w, s.fresh, v, t, keys, values);
       char* page = static_cast<char*>(const_cast<void*>(at.unit.address));
-      if (page != keys) put_token(w, s.fresh, v, t, page, page + kHalfBytes);
+      if constexpr (kEight) {
+        const uint32_t key = exponent_of(w, s.fresh), value = exponent_of(w, v);
+        put_codes(w, s.fresh, v, t, key, value, keys);
+        if (page != keys) put_codes(w, s.fresh, v, t, key, value, page);
+      } else {
+        put_token(w, s.fresh, v, t, keys, values);
+        if (page != keys) put_token(w, s.fresh, v, t, page, page + kHalfBytes);
+      }
       w.sync();
     }
   }
@@ -242,6 +252,30 @@ struct Attention {
       dev::put<kType>(values, dev::tile_index<kType, int(kDim)>(t, i), v[i]);
       // The sum of values runs over whole pairs of tokens: what a page held before must not be read.
       if (t % 2 == 0) dev::put<kType>(values, dev::tile_index<kType, int(kDim)>(t + 1, i), 0.0f);
+    }
+  }
+
+  MK_DEVICE static uint32_t exponent_of(Worker& w, const float* v) {
+    dev::Vi top = dev::as_vi(dev::splat(0.0f));
+    w.for_each(kDim, [&](uint32_t i, auto part) {
+      const dev::Vi bits = dev::as_vi(dev::load(v + i, part)) & 0x7fffffff;
+      top = dev::select(bits > top, bits, top);
+    });
+    return dev::power_of(uint32_t(w.max(top)));
+  }
+
+  // Codes are finite whatever a page held before, so those of other tokens need no clearing.
+  MK_DEVICE static void put_codes(
+      Worker& w, const float* k, const float* v, uint32_t t, uint32_t key, uint32_t value, char* page) {
+    auto* bytes = reinterpret_cast<uint8_t*>(page);
+    const float of_key = dev::inverse_power(key), of_value = dev::inverse_power(value);
+    for (uint32_t i = w.lane(); i < kDim; i += w.lanes()) {
+      bytes[dev::tile_index<kType, int(kPage)>(i, t)] = dev::to_f8(k[i], of_key);
+      bytes[kHalfBytes + dev::tile_index<kType, int(kDim)>(t, i)] = dev::to_f8(v[i], of_value);
+    }
+    if (w.lane() == 0) {
+      bytes[2 * kHalfBytes + t] = uint8_t(key);
+      bytes[2 * kHalfBytes + kPage + t] = uint8_t(value);
     }
   }
 
@@ -261,18 +295,21 @@ struct Attention {
       const uint32_t high = position >= base ? least(position - base + 1, kPage) : 0;
       for (uint32_t g = 0; g < kGroup; ++g) {
         const uint32_t head = r * kGroup + g;
-        softmax(w, f, s, s.scores + head * kPage, first * kGroup + head, low, high);
+        const auto* exponents = reinterpret_cast<const uint8_t*>(values + kHalfBytes);  // of keys, then of values
+        softmax(w, f, s, s.scores + head * kPage, exponents, first * kGroup + head, low, high);
       }
       if (low < high) tokens = most(tokens, high);
     }
     w.sync();
-    dev::dot_tile<kType, int(kDim)>(w, s.acc + offset, kDim, s.scores, kPage, values, heads, tokens + tokens % 2, true);
+    tokens += kEight ? (4 - tokens % 4) % 4 : tokens % 2;
+    dev::dot_tile<kType, int(kDim)>(w, s.acc + offset, kDim, s.scores, kPage, values, heads, tokens, true);
     w.sync();
   }
 
   // Scores of one head become weights; tokens outside [low, high) of the page weigh nothing.
   MK_DEVICE static void softmax(
-      Worker& w, const Fields& f, State& s, float* scores, uint32_t h, uint32_t low, uint32_t high) {
+      Worker& w, const Fields& f, State& s, float* scores, const uint8_t* exponents, uint32_t h, uint32_t low,
+      uint32_t high) {
     if (low >= high) {
       w.for_each(kPage, [&](uint32_t i, auto part) { dev::store(scores + i, dev::splat(0.0f), part); });
       return;
@@ -280,6 +317,7 @@ struct Attention {
     dev::Vf best = dev::splat(-dev::kInfinity);
     w.for_each(kPage, [&](uint32_t i, auto part) {
       dev::Vf v = dev::load(scores + i, part);
+      if constexpr (kEight) v = v * dev::powers(exponents + i, part);
       if constexpr (kConfig.softcap) v = f.softcap * dev::tanh(v / f.softcap);
       const dev::Vi token = dev::iota(i);
       v = dev::select((token >= int32_t(low)) & (token < int32_t(high)), v, dev::splat(-dev::kInfinity));
@@ -290,7 +328,13 @@ struct Attention {
     dev::Vf sum = dev::splat(0.0f);
     w.for_each(kPage, [&](uint32_t i, auto part) {
       const dev::Vf p = dev::exp(dev::load(scores + i, part) - top);
-      dev::store(scores + i, p, part);
+      dev::Vf weight = p;
+      if constexpr (kEight) {  // the exponents of other tokens may be anything
+        const dev::Vi token = dev::iota(i);
+        const dev::Vf scaled = p * dev::powers(exponents + kPage + i, part);
+        weight = dev::select((token >= int32_t(low)) & (token < int32_t(high)), scaled, dev::splat(0.0f));
+      }
+      dev::store(scores + i, weight, part);
       sum += dev::where(part, p, 0.0f);
     });
     const float rescale = dev::exp(before - top), page_total = w.sum(sum);

@@ -5,7 +5,8 @@ For row r with position p, q-head h and its KV head g:
     s[t] = scale * q . k[t], optionally softcap * tanh(s / softcap), for t in (p - window, p]
     partial of piece j = positions [j * piece_tokens, (j + 1) * piece_tokens):
         m = max s[t],  l = sum exp(s[t] - m),  acc = sum exp(s[t] - m) v[t]
-Keys and values are rounded to the type of the pages before use, also those of this step. The sums run over t in one
+Keys and values are rounded to the type of the pages before use, also those of this step; 8-bit ones are stored with a
+power of two for each token (see f8.py), which depends on that token alone. The sums run over t in one
 fixed order, page by page, so a row's result depends on nothing but its own tokens.
 
 qkv is f32 [rows, (heads + 2 kv_heads) * head_dim]: all q heads, all k heads, all v heads. partials is
@@ -116,7 +117,7 @@ class Attention(Task):
         tokens = min(context, node.sizes["window"]) + 1
         share = count * tokens / node.sizes["splits"]
         flops = 4.0 * share * v.group * v.head_dim + count * 8.0 * v.group * v.head_dim
-        return Cost(2.0 * share * v.head_dim * v.kv_dtype.bytes, 4.0 * count * (v.group + 2) * v.head_dim, flops)
+        return Cost(share * token_bytes(v.head_dim, v.kv_dtype), 4.0 * count * (v.group + 2) * v.head_dim, flops)
 
     @staticmethod
     def first_tiles(node: TaskNode) -> tuple[int, ...]:
@@ -152,9 +153,14 @@ def head_columns(sizes: Mapping[str, int]) -> int:
     return sizes["max_pieces"] * (sizes["head_dim"] + 2)
 
 
+def token_bytes(head_dim: int, kv_dtype: DType) -> int:
+    """Bytes of the key and the value of one token of one KV head, with the exponents of 8-bit ones."""
+    return 2 * head_dim * kv_dtype.bytes + (2 if kv_dtype is DType.F8 else 0)
+
+
 def unit_bytes(page_tokens: int, head_dim: int, kv_dtype: DType) -> int:
-    """Bytes of one page of one KV head: keys and values."""
-    return 2 * page_tokens * head_dim * kv_dtype.bytes
+    """Bytes of one page of one KV head: keys, values, then of 8-bit ones the exponents of the keys and the values."""
+    return page_tokens * token_bytes(head_dim, kv_dtype)
 
 
 def node(
@@ -177,6 +183,7 @@ def node(
         (piece_tokens % page_tokens, f"piece_tokens {piece_tokens} is no multiple of page_tokens {page_tokens}"),
         (rotary % 2 or rotary > head_dim, f"rotary_dim {rotary} must be even and at most head_dim {head_dim}"),
         (head_dim % 8, f"head_dim {head_dim} is no multiple of 8"),
+        (page_tokens % 8, f"page_tokens {page_tokens} is no multiple of 8"),
         ((cos is None) != (sin is None), "cos and sin go together"),
         (splits < 1, f"splits is {splits}, expected at least 1"),
     ]
@@ -269,5 +276,8 @@ def cases() -> tuple[Case, ...]:
         Case(((150, 3), (10, 1)), 4, 4, 16, window=50),
         Case(((70, 2),), 7, 1, 128, DType.F16, softcap=5.0, splits=1),
         Case(((40, 1),), 2, 2, 8, rope=False),
+        Case(((0, 1),), 3, 1, 16, DType.F8),
+        Case(((5, 1), (62, 9), (130, 1), (0, 5)), 6, 2, 64, DType.F8, splits=3),
+        Case(((90, 3),), 4, 2, 24, DType.F8, norm=True, interleaved=True, rotary_dim=16, window=50, softcap=5.0),
     )
     return edges + more

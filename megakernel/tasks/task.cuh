@@ -11,6 +11,8 @@
 //                          `part` comes from for_each: all kWidth elements or fewer; a partial load gives zeros beyond
 //   to_float(DType tag, bits), element<DType>(p, i)                  one stored element as float
 //   put<DType>(p, i, float)                                          rounded to nearest even and stored
+//   power_of(top), power(exponent), inverse_power(exponent), to_f8(float, inverse), of_f8(code)    8-bit vectors, see f8.py
+//   powers(p, part)        of kWidth exponents, as Vf
 //   dot_tile<DType, n>(worker, out, ld_out, x, ld_x, tile, rows, k, accumulate)
 //                          out[r, j] (+)= sum over c of x[r, c] * tile(c, j), c ascending and in an order that does
 //                          not depend on `rows`. `tile` is in the order that tile_index describes

@@ -83,15 +83,19 @@ class Variant:
 
 
 class DType(enum.Enum):
-    """Element types of weights, KV pages and activations."""
+    """Element types of weights and KV pages. F8: of pages alone, see f8.py."""
 
     F32 = "f32"
     BF16 = "bf16"
     F16 = "f16"
+    F8 = "f8"
 
     @property
     def bytes(self) -> int:
-        return 4 if self is DType.F32 else 2
+        return {DType.F32: 4, DType.F8: 1}.get(self, 2)
+
+
+WEIGHT_TYPES = (DType.F32, DType.BF16, DType.F16)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megakernel.tasks import (
     sample,
 )
 from megakernel.tasks.matmul import Activation
-from megakernel.tasks.task import DType, TaskNode
+from megakernel.tasks.task import WEIGHT_TYPES, DType, TaskNode
 
 PIECE = 256  # tokens of an item of attention
 
@@ -38,7 +38,8 @@ def every_task(target: Target) -> list[TaskNode]:
         ),
         *_norms(),
         *_exchanges(),
-        *(n for kind in DType for n in _of_type(target, kind)),
+        *(n for kind in WEIGHT_TYPES for n in _of_type(kind, target)),
+        *(_attention(kind, target) for kind in DType),
     ]  # fmt: skip
 
 
@@ -81,14 +82,18 @@ MATMULS: dict[DType, tuple[dict[str, Any], ...]] = {
 }  # fmt: skip
 
 
-def _of_type(target: Target, kind: DType) -> list[TaskNode]:
-    """What has weights or keys."""
+def _attention(kind: DType, target: Target) -> TaskNode:
     keys: dict[str, Any] = {
         "qkv": "q", "partials": "p", "kv_layer": 0, "kv_dtype": kind, "page_tokens": target.page_tokens,
         "piece_tokens": PIECE, "max_pieces": 2, "splits": 1, "scale": 0.125,
     }  # fmt: skip
     every = {"cos": "c", "sin": "s", "q_gamma": "g", "k_gamma": "g", "softcap": 50.0, "interleaved": True}
     heads, head_dim, options = (6, 64, {}) if kind is DType.F16 else (8, 128, every)
+    return attention.node(f"attention {kind}", heads=heads, kv_heads=2, head_dim=head_dim, **options, **keys)
+
+
+def _of_type(kind: DType, target: Target) -> list[TaskNode]:
+    """What has weights."""
     return [
         embedding.node(f"embedding {kind}", cols=96, table="t", output="x", dtype=kind, positions="p", inputs=True),
         *(
@@ -98,5 +103,4 @@ def _of_type(target: Target, kind: DType) -> list[TaskNode]:
             )
             for i, given in enumerate(MATMULS[kind])
         ),
-        attention.node(f"attention {kind}", heads=heads, kv_heads=2, head_dim=head_dim, **options, **keys),
     ]  # fmt: skip

@@ -19,6 +19,7 @@ from megakernel.builder.kernel import kernel_source, variant_text, variants_of
 from megakernel.device.cpu import CpuDevice
 from megakernel.device.device import Buffer
 from megakernel.settings import read_settings
+from megakernel.tasks import f8
 from megakernel.tasks.record import (
     ARGS,
     COUNTER_STRIDE,
@@ -47,7 +48,9 @@ def device() -> CpuDevice:
 
 
 def rounded(x: Array, dtype: DType) -> Array:
-    """x as stored in `dtype`."""
+    """x as stored in `dtype`; vectors [..., n] of 8-bit numbers as float32."""
+    if dtype is DType.F8:
+        return f8.rounded(x)
     return np.asarray(x, np.float32).astype(NUMPY[dtype])
 
 

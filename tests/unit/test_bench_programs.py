@@ -36,6 +36,7 @@ WRONG = [
     ("gpu --shape nothing", "no published shape 'nothing'"),
     ("gpu --against nothing", "unknown nothing; known: megakernel, graph"),
     ("task nothing", "no task declares an operator 'nothing'"), ("cpu --model nothing", "there is no model 'nothing'"),
+    ("kv_types nothing", "there is no model 'nothing'"),
 ]  # fmt: skip
 
 

@@ -93,6 +93,10 @@ def test_limits_are_checked() -> None:
         tiny_plan(max_rows=513)
     with pytest.raises(LoweringError, match="unknown dtype 'int4'"):
         tiny_plan(dtype="int4")
+    with pytest.raises(LoweringError, match=r"unknown dtype 'f8'; known: f32, bf16, f16$"):
+        tiny_plan(dtype="f8")
+    with pytest.raises(LoweringError, match="unknown kv_dtype 'e4m3'; known: f32, bf16, f16, f8"):
+        tiny_plan(kv_dtype="e4m3")
     with pytest.raises(LoweringError, match="unknown policy"):
         tiny_plan(policy="best")
 

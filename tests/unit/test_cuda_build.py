@@ -18,6 +18,7 @@ import pytest
 from megakernel.architectures import known_models, shape_config, shape_names
 from megakernel.builder.build import Plan, make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
+from megakernel.builder.kernel import kernel_source
 from megakernel.device import cuda, cuda_compiler
 from megakernel.device.cuda_compiler import STAGE_BYTES
 from megakernel.devices import find_device
@@ -74,6 +75,26 @@ def test_compiles_within_its_registers(name: str) -> None:
     assert cubin[:4] == b"\x7fELF"
     used = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     assert used and max(used) <= REGISTERS, log
+
+
+@needs_wheels
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [
+        (name, head_dim) if (name, head_dim) == ("sm_90a", 64)
+        else pytest.param(name, head_dim, marks=pytest.mark.slow)
+        for name in NAMES for head_dim in (64, 256)
+    ],
+)  # fmt: skip
+def test_attention_over_8_bit_pages_compiles(name: str, head_dim: int) -> None:
+    """Alone: codes become bfloat16 in registers by products of pairs."""
+    target = find_target(name)
+    plan = make_plan({**CONFIG, "head_dim": head_dim}, target, max_context=1024, max_slots=4, kv_dtype="f8")
+    nodes = [n for n in plan.lowered.nodes if n.task.name in ("attention", "advance")]
+    flags = (*cuda_compiler.compile_flags(target, False, False), "--ptxas-options=-v")
+    _, log = cuda_compiler.compile_cubin(kernel_source(nodes, target, capacity=16), INCLUDE, flags)
+    assert max(int(n) for n in re.findall(r"Used (\d+) registers", log)) <= REGISTERS
+    assert not [n for n in re.findall(r"(\d+) bytes spill", log) if n != "0"]
 
 
 @needs_wheels

@@ -163,6 +163,18 @@ def test_pages_of_gpus_are_in_the_order_of_their_matrix_cores(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dim", [64, 24])
+def test_pages_of_waves_are_in_the_order_of_their_tiles(dim: int, dtype: DType) -> None:
+    """The formula of `tile_index` in the HIP half: vectors of 16 bytes or 8 codes, if columns are a multiple of 16."""
+    keys, values = page_layouts(find_target("gfx942"), dtype, dim, 32)
+    t, d = np.arange(32)[:, None], np.arange(dim)[None, :]
+    vector, pair = 4 if dtype is DType.F32 else 8, 4 // dtype.bytes
+    assert (keys == (d // vector * 32 + t) * vector + d % vector).all()
+    vector = vector if dim % 16 == 0 else pair
+    assert (values == dim * 32 + (t // vector * dim + d) * vector + t % vector).all()
+
+
+@pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("target", ["cpu-avx2", "gfx942", "sm_90a"])
 def test_every_place_of_a_page_is_used_once(target: str, dtype: DType) -> None:
     keys, values = page_layouts(find_target(target), dtype, 64, 32)

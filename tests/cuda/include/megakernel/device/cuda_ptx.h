@@ -205,6 +205,18 @@ template <bool kHalf>
 uint32_t pack(float low, float high) {
   return rounded<kHalf>(low) | uint32_t(rounded<kHalf>(high)) << 16;
 }
+inline uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  return pack<false>(of_half<false>(uint16_t(a)) * of_half<false>(uint16_t(b)),
+                     of_half<false>(uint16_t(a >> 16)) * of_half<false>(uint16_t(b >> 16)));
+}
+inline uint32_t pick_bytes(uint32_t word, uint32_t which) {  // a digit for each byte of the result; from 4 on they are zeros
+  uint32_t v = 0;
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t from = which >> i * 4 & 7;
+    if (from < 4) v |= (word >> from * 8 & 0xff) << i * 8;
+  }
+  return v;
+}
 inline float as_float(uint32_t bits) { return __uint_as_float(bits); }
 inline uint32_t as_bits(float v) { return __float_as_uint(v); }
 inline float exp2_fast(float x) { return exp2f(x); }
