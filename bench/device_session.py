@@ -175,7 +175,10 @@ def randomise(run: Runtime) -> None:
     for w in run.manifest.weights:
         if w.kind in ("matrix", "interleaved", "table"):
             data[w.offset // 2 : (w.offset + w.bytes) // 2].normal_(0.0, 0.02)
-    view("kv").normal_(0.0, 1.0)
+    if run.manifest.kv_dtype == "f8":  # a page has codes and exponents: any of these bytes may be either
+        view("kv").view(torch.uint8).random_(0x30, 0x40)
+    else:
+        view("kv").normal_(0.0, 1.0)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
