@@ -48,7 +48,10 @@ LAUNCH_S = 600.0  # longest that a launch may take: processors are slow
 Line = Mapping[str, Any]
 
 
-def opened(config: Line, device: str, slots: int, rows: int, context: int, tunables: Sequence[str]) -> Runtime:
+def opened(
+    config: Line, device: str, slots: int, rows: int, context: int, tunables: Sequence[str], **options: Any
+) -> Runtime:
+    """`options` of build_program."""
     chosen = Tunables(**tunable_values(tunables))
     where = open_device(device)
     if isinstance(where, CudaDevice):
@@ -57,7 +60,7 @@ def opened(config: Line, device: str, slots: int, rows: int, context: int, tunab
         raise InvalidRequest(f"--tunable: expected none, device {device} has no tunables; got {', '.join(tunables)}")
     program = build_program(
         config, where.target, where, cache=Path(tempfile.gettempdir()) / "megakernel", dtype="bf16", max_slots=slots,
-        max_rows=rows, max_context=context,
+        max_rows=rows, max_context=context, **options,
     )  # fmt: skip
     run = loaded(config, where, program)
     run.spin_budget_ns = 1_000_000_000
@@ -144,12 +147,16 @@ def measure(args: argparse.Namespace) -> Iterator[Line]:
     longest = max([args.context + args.steps + 2, *(n + 2 for n in args.prompt), *(2 * n + 200 for n in args.beside)])
     slots = max([*args.batch, args.streams + 1] if args.beside else args.batch or [1])
     began = time.perf_counter()
-    run = opened(config, args.device, slots, args.rows, longest, args.tunable)
+    options = {"kv_dtype": args.kv_dtype, "paced": args.max_step_ms is not None}
+    run = opened(config, args.device, slots, args.rows, longest, args.tunable, **options)
     if args.batch and run.max_steps(args.steps) < args.steps:
         most = run.max_steps(args.steps)
         run.close()
         raise InvalidRequest(f"--steps: expected at most {most}, a launch's with {slots} slots, got {args.steps}")
-    yield {"shape": args.shape, "rows": args.rows, "tunables": args.tunable, "ready_s": time.perf_counter() - began}
+    yield {
+        "shape": args.shape, "rows": args.rows, "kv_dtype": args.kv_dtype, "tunables": args.tunable,
+        "ready_s": time.perf_counter() - began,
+    }  # fmt: skip
     try:
         for batch in args.batch:
             yield decode(run, batch, args.context, args.steps)
@@ -205,7 +212,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--beside", type=int, nargs=1, default=[], help="length of a prompt that comes to streams")
     parser.add_argument("--streams", type=int, default=8, help="that decode beside it")
-    parser.add_argument("--max-step-ms", type=float, help="bound of their steps (programs of more than 16 rows)")
+    parser.add_argument("--max-step-ms", type=float, help="bound of their steps")
+    parser.add_argument("--kv-dtype", choices=("bf16", "f8"), default="bf16", help="of the KV pages")
     parser.add_argument("--against", nargs="*", default=[], choices=AGAINST, help="of torch, on the same device")
     parser.add_argument("--tunable", nargs="*", default=[], help="of the kernel: NAME=VALUE")
     given = parser.parse_args(argv)
