@@ -92,8 +92,9 @@ def test_streams_that_come_and_go(tiny: Running, monkeypatch: pytest.MonkeyPatch
     raise AssertionError(f"both ways were not taken: {made}")
 
 
-def test_32_streams_of_a_real_model_for_a_minute(demo: Running) -> None:
-    soak(demo, 60.0, 30, prompts=6)
+@pytest.mark.parametrize("seconds", [20.0, pytest.param(60.0, marks=pytest.mark.slow)])
+def test_32_streams_of_a_real_model(demo: Running, seconds: float) -> None:
+    soak(demo, seconds, 30, prompts=6)
 
 
 def soak(

@@ -6,8 +6,8 @@ A machine without a clang for AMD fails here, it does not skip: `pip install zig
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -53,7 +53,6 @@ SMOLLM2_135M: dict[str, Any] = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS = {"llama-3.2-1b": LLAMA_1B, "smollm2-135m": SMOLLM2_135M}
-KERNELS = [(model, target) for model in MODELS for target in AMD]
 LDS_LIMIT = {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840, "gfx1100": 65536, "gfx1250": 327680}
 MATRIX = {
     "gfx90a": "v_mfma_f32_16x16x16bf16_1k", "gfx942": "v_mfma_f32_16x16x16_bf16", "gfx950": "v_mfma_f32_16x16x32_bf16",
@@ -107,17 +106,22 @@ def build(target: str, dtype: str = "bf16", config: dict[str, Any] = LLAMA_1B, t
     return build_source(plan_source(plan, trace=trace))
 
 
-@pytest.fixture(scope="session")
-def all_kernels() -> dict[tuple[str, str], Built]:
-    """Of every model in MODELS on every target, built once for all tests."""
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(KERNELS, pool.map(lambda key: build(key[1], config=MODELS[key[0]]), KERNELS)))
+@cache
+def kernel_of(model: str, target: str) -> Built:
+    return build(target, config=MODELS[model])
 
 
-@pytest.fixture(params=KERNELS, ids="-".join)
-def whole(all_kernels: dict[tuple[str, str], Built], request: pytest.FixtureRequest) -> tuple[str, Built]:
-    """A target's name and the whole kernel of a model for it."""
-    return request.param[1], all_kernels[request.param]
+@pytest.fixture(
+    params=[
+        pytest.param((model, target), marks=[pytest.mark.slow] * (model != "llama-3.2-1b" and target != "gfx942"))
+        for model in MODELS
+        for target in AMD
+    ],
+    ids="-".join,
+)
+def whole(request: pytest.FixtureRequest) -> tuple[str, Built]:
+    """A target's name and the whole kernel of a model for it, built once for all tests."""
+    return request.param[1], kernel_of(*request.param)
 
 
 def check_resources(target: str, made: Built) -> None:
