@@ -21,6 +21,7 @@ import numpy as np
 from bench.ending import run
 from megakernel import runtime as runtime_module
 from megakernel.architectures import random_weights, shape_config
+from megakernel.bench import step_bytes
 from megakernel.builder.build import build_graph, build_program
 from megakernel.builder.program import Manifest, Program
 from megakernel.device.cuda import CudaDevice, Tunables
@@ -209,8 +210,7 @@ def time_shape(name: str, contexts: Sequence[int], steps: int = 120, **options: 
             wall = time.perf_counter() - began
             events = run.events()
             gaps = np.diff(events["time_ns"].astype(np.int64))[10:] / 1000.0
-            kv = m.kv_layers * m.kv_heads * 2 * m.head_dim * 2 * context
-            floor = (m.stream_bytes + kv) / CEILING_GBPS / 1e3
+            floor = step_bytes(m, context) / CEILING_GBPS / 1e3
             us = float(np.median(gaps))
             print(
                 f"  context {context}: {us:.1f} us ({gaps.min():.1f} to {gaps.max():.1f}), floor {floor:.1f}, "

@@ -34,6 +34,7 @@ from bench.hop import hop_us
 from bench.tp_timeline import exchanges_of_steps
 from megakernel import runtime as runtime_module
 from megakernel.architectures import random_weights, shape_config
+from megakernel.bench import step_bytes
 from megakernel.builder.build import build_graph, build_program, make_plan, rank_program
 from megakernel.device.cuda import CudaDevice
 from megakernel.device.device import Device
@@ -203,12 +204,12 @@ def step(devices: Sequence[CudaDevice], shape: str, options: Mapping[str, Any], 
             gaps = gaps[WARM_STEPS:]
             us[tp] = float(np.median(gaps))
             m = run.manifest
-            kv = m.kv_layers * m.kv_heads * 2 * m.head_dim * 2 * (CONTEXT + WARM_STEPS + STEPS // 2)
-            floor = (m.stream_bytes + kv) / several[0].target.stream_gbps / 1e3
+            moved = step_bytes(m, CONTEXT + WARM_STEPS + STEPS // 2) // m.ranks
+            floor = moved / several[0].target.stream_gbps / 1e3
             say({
                 "part": "step", "shape": shape, "tp": tp, "context": CONTEXT, "us": us[tp],
                 "least_us": float(gaps.min()), "most_us": float(gaps.max()), "steps": len(gaps),
-                "bytes": m.stream_bytes + kv, "floor_us": floor, "of_floor": us[tp] / floor,
+                "bytes": moved, "floor_us": floor, "of_floor": us[tp] / floor,
                 "exchanges": len(m.exchanges), "of_one": us[tp] / us[1] if 1 in us else None,
                 "tokens": digest(tokens), "opened_s": opened_s,
             })  # fmt: skip

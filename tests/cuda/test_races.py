@@ -20,14 +20,12 @@ from bench.device_session import admit
 from megakernel.architectures import random_weights
 from megakernel.builder.build import build_graph, build_program, make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
-from megakernel.device.cpu import CpuExecutable
 from megakernel.device.cuda_compiler import Tunables
 from megakernel.device.hip_compiler import find_compiler
 from megakernel.runtime import Runtime
-from megakernel.target import Target
-from megakernel.tasks.record import ARGS
 from tests.cuda.emulated import FLAGS, HERE, EmulatedCuda, host_flags
 from tests.cuda.test_emulated import ONE_LAYER, SHAPES
+from tests.dump import Recorder, write_dump
 from tests.emulator.build import compile_on_host
 from tests.gpu.machine import prompts
 from tests.tasks.test_races import CLANG
@@ -45,33 +43,20 @@ OPTIONS = f"halt_on_error=0 exitcode=66 history_size=2 suppressions={HERE / 'sup
 pytestmark = pytest.mark.skipif(CLANG is None, reason="no clang++ 16 or later (tests/install_clang.sh installs it)")
 
 
-class Recorder(EmulatedCuda):
-    """A device whose launches are written down instead of run."""
-
-    def __init__(self) -> None:
-        super().__init__(WORKERS, tunables=TUNABLES)
-        self.launched: list[bytes] = []
-
-    def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
-        executable = super().load(binary, target, abi_hash)
-        executable.launch = self.launched.append  # type: ignore[method-assign]
-        return executable
+class CudaRecorder(Recorder, EmulatedCuda):
+    """Launches of the emulated kernel, written down."""
 
 
-def write_dump(config: Mapping[str, Any], options: Mapping[str, Any], given: list[int], cache: Path, to: Path) -> Path:
+def dump(config: Mapping[str, Any], options: Mapping[str, Any], given: list[int], cache: Path, to: Path) -> Path:
     """The memory of a model before its first launch, requests of `given` prompt tokens in the mailbox."""
-    device = Recorder()
+    device = CudaRecorder(WORKERS, tunables=TUNABLES)
     weights = random_weights(build_graph(config), seed=3, dtype="bf16")
     program = build_program(config, device.target, device, cache=cache, **BUILD, **options)
     runtime = Runtime(program, device, weights.read, spin_budget_ns=600_000_000_000)
     for slot, ids in enumerate(prompts(program.manifest.vocab, given)):
         admit(runtime, slot, ids, len(ids) + TOKENS)
     runtime.launch(100)
-    args = device.launched[-1]
-    (to / "args.bin").write_bytes(args)
-    for name in ARGS.unpack(args):
-        if name in runtime._buffers:
-            (to / f"{name}.bin").write_bytes(device.download(runtime.buffer(name), 0, runtime.buffer(name).bytes))
+    write_dump(runtime, device, to)
     runtime.close()
     return to
 
@@ -85,8 +70,8 @@ def run(
     flags = (*host_flags(plan.target, chaos, TUNABLES), *FLAGS, *SEEN, *defines)
     source, output = plan_source(plan, chaos=chaos), folder / "kernel"
     compile_on_host(source, INCLUDE, output, HERE, find_compiler(), flags, standalone=True)
-    dump = write_dump(config, options, given, cache, folder)
-    line = [str(output), str(dump), "1", "100"]
+    written = dump(config, options, given, cache, folder)
+    line = [str(output), str(written), "1", "100"]
     environment = {**os.environ, "TSAN_OPTIONS": OPTIONS}
     return subprocess.run(line, capture_output=True, text=True, timeout=900, env=environment)
 

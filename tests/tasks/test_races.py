@@ -15,10 +15,11 @@ import pytest
 
 from megakernel.architectures import find_model, random_weights
 from megakernel.builder.build import build_program, make_plan, plan_source
-from megakernel.device.cpu import CpuDevice, CpuExecutable, compile_source
+from megakernel.device.cpu import compile_source
 from megakernel.runtime import Runtime
-from megakernel.target import Target, find_target
-from megakernel.tasks.record import ARGS, NONE, SLOT, CommandKind, SlotStatus
+from megakernel.target import find_target
+from megakernel.tasks.record import SLOT, CommandKind, SlotStatus
+from tests.dump import Recorder, write_dump
 
 from .harness import ROOT
 
@@ -35,17 +36,8 @@ BUILD: dict[str, Any] = {"dtype": "f32", "max_slots": 4, "max_context": 384}
 pytestmark = pytest.mark.skipif(CLANG is None, reason="no clang++ 16 or later (tests/install_clang.sh installs it)")
 
 
-class Recorder(CpuDevice):
-    """A CPU device whose launches are written down instead of run."""
-
-    def __init__(self) -> None:
-        super().__init__(workers=WORKERS, target_name="cpu-generic")
-        self.launched: list[bytes] = []
-
-    def load(self, binary: Path, target: Target, abi_hash: int) -> CpuExecutable:
-        executable = super().load(binary, target, abi_hash)
-        executable.launch = self.launched.append  # type: ignore[method-assign]
-        return executable
+def recorder() -> Recorder:
+    return Recorder(workers=WORKERS, target_name="cpu-generic")
 
 
 def prompts() -> list[list[int]]:
@@ -75,7 +67,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dump(request: pytest.FixtureRequest, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The memory of a model before its first launch, three requests in the mailbox. With groups every counter that two
     of them signal has relays: a hop is said to cost less than nothing."""
-    device = Recorder()
+    device = recorder()
     target = replace(find_target("cpu-generic").with_workers(WORKERS), groups=request.param, signal_us=1.0, hop_us=-9.0)
     program = build_program(CONFIG, target, device, cache=cache, chaos=True, **BUILD)
     assert (program.records["members"] > 0).any() == (request.param > 1)
@@ -84,14 +76,7 @@ def dump(request: pytest.FixtureRequest, cache: Path, tmp_path_factory: pytest.T
     for slot, prompt in enumerate(prompts()):
         admit(runtime, slot, prompt, 1.0 + 0.1 * slot)
     runtime.launch(STEPS)
-    folder = tmp_path_factory.mktemp("dump")
-    args = device.launched[-1]
-    (folder / "args.bin").write_bytes(args)
-    values = ARGS.unpack(args)
-    assert values["drop_signal"] == NONE
-    for name in values:
-        if name in runtime._buffers:
-            (folder / f"{name}.bin").write_bytes(device.download(runtime.buffer(name), 0, runtime.buffer(name).bytes))
+    folder = write_dump(runtime, device, tmp_path_factory.mktemp("dump"))
     runtime.close()
     return folder
 

@@ -13,9 +13,9 @@ from megakernel.device.cpu import compile_source
 from megakernel.ranks import LocalRank, Ranks
 from megakernel.runtime import Runtime
 from megakernel.target import find_target
-from megakernel.tasks.record import ARGS
+from tests.dump import write_dump
 from tests.tasks.harness import ROOT
-from tests.tasks.test_races import BUILD, CLANG, CONFIG, STEPS, Recorder, admit, prompts, run, runs_soundly
+from tests.tasks.test_races import BUILD, CLANG, CONFIG, STEPS, admit, prompts, recorder, run, runs_soundly
 
 pytestmark = pytest.mark.skipif(CLANG is None, reason="no clang++ 16 or later (tests/install_clang.sh installs it)")
 RANKS, WORKERS = 2, 2
@@ -25,7 +25,7 @@ TARGET = find_target("cpu-generic").with_workers(WORKERS)
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The memory of both devices before their first launch, three requests in the mailboxes."""
-    devices = [Recorder() for _ in range(RANKS)]
+    devices = [recorder() for _ in range(RANKS)]
     cache = tmp_path_factory.mktemp("cache")
     program = build_program(CONFIG, TARGET, devices[0], cache=cache, chaos=True, tp=RANKS, **BUILD)
     weights = random_weights(find_model(CONFIG).build(CONFIG), 5)
@@ -44,13 +44,8 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for rank, (runtime, device) in enumerate(((first, devices[0]), (second, devices[1]))):
         part = folder / str(rank)
         part.mkdir()
-        args = device.launched[-1]
-        (part / "args.bin").write_bytes(args)
+        write_dump(runtime, device, part)
         (part / "window.bin").write_bytes(device.download(runtime.window, 0, runtime.window.bytes))
-        for name in ARGS.unpack(args):
-            if name in runtime._buffers:
-                buffer = runtime.buffer(name)
-                (part / f"{name}.bin").write_bytes(device.download(buffer, 0, buffer.bytes))
     first.close()
     return folder
 
