@@ -3,9 +3,10 @@
     python -m bench.gpu_all --output results --minutes 9
     python -m bench.gpu_all --only tiny wide times
 
-First the programs of all parts are compiled, as many at a time as there are processors; then the parts run one after
-the other, for one kernel fills the GPU. Each has a limit of its own and a log in the folder; what the minutes do not
-allow is said to be left out. Exit status 1 when a part failed, ran out of its time, or was left out.
+The programs of all parts are compiled first, as many at a time as there are processors; the sanitizers, which take
+long and leave the GPU nearly idle, run meanwhile. Then the other parts run one after the other, for one kernel fills
+the GPU. Each has a limit of its own and a log in the folder; what the minutes do not allow is said to be left out.
+Exit status 1 when a part failed, ran out of its time, or was left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from megakernel.devices import open_device
 
 PYTEST = ("-m", "pytest", "-q", "--maxfail", "3", "-p", "no:cacheprovider")
 COMPILE_S, GRACE_S = 240, 10
+SANITIZERS = ("memcheck", "racecheck")
 SHOWN = 12  # lines of a part's end
 
 
@@ -99,7 +101,7 @@ def parts(models: Sequence[str], sanitizer: str | None) -> tuple[Part, ...]:
                            "tests.gpu.few_steps"),
                (Build("tiny-llama", {**of_tests(["tiny-llama"])[0].options, "max_context": 128}, 4,
                       Tunables(every_lane=1)),))
-          for tool in ("memcheck", "racecheck") if sanitizer),
+          for tool in SANITIZERS if sanitizer),
     )  # fmt: skip
 
 
@@ -116,8 +118,11 @@ def compile_one(job: Build) -> tuple[str, float]:
     return job.name, time.perf_counter() - began
 
 
-def compile_all(jobs: Sequence[Build]) -> None:
+def compile_all(wanted: Sequence[Part]) -> None:
     began = time.perf_counter()
+    jobs = list({repr(job): job for part in wanted for job in part.builds}.values())  # parts have some in common
+    if not jobs:
+        return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1), mp_context=context) as pool:
         done = [f.result(COMPILE_S) for f in [pool.submit(compile_one, job) for job in jobs]]
@@ -145,6 +150,21 @@ def run_part(part: Part, folder: Path, limit_s: float) -> str:
     return "passed" if status == 0 else f"failed with status {status}"
 
 
+def run_and_show(part: Part, folder: Path, end: float) -> bool:
+    """Whether it passed, before `end`; its ending and the last lines of its log are printed."""
+    began = time.perf_counter()
+    left = end - began
+    said = run_part(part, folder, round(min(part.limit_s, left))) if left > GRACE_S else "left out: no time"
+    log = folder / f"{part.name}.log"
+    lines = log.read_text().splitlines()[-SHOWN:] if left > GRACE_S else []
+    shown = [
+        f"== {part.name}: {said} after {time.perf_counter() - began:.0f} s",
+        *(f"   {text[:220]}" for text in lines),
+    ]
+    print("\n".join(shown), flush=True)
+    return said == "passed"
+
+
 def arguments(known: Sequence[str], argv: Sequence[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_all", description=__doc__, formatter_class=form)
@@ -164,17 +184,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = [part for part in known if part.name in given.only]
     given.output.mkdir(parents=True, exist_ok=True)
     end = time.perf_counter() + given.minutes * 60
-    compile_all(list({repr(job): job for part in wanted for job in part.builds}.values()))  # parts have some in common
-    bad = 0
-    for part in wanted:
-        left = end - time.perf_counter()
-        began = time.perf_counter()
-        said = run_part(part, given.output, round(min(part.limit_s, left))) if left > GRACE_S else "left out: no time"
-        bad += said != "passed"
-        print(f"== {part.name}: {said} after {time.perf_counter() - began:.0f} s", flush=True)
-        log = given.output / f"{part.name}.log"
-        if log.exists() and left > GRACE_S:
-            print("\n".join(f"   {text[:220]}" for text in log.read_text().splitlines()[-SHOWN:]), flush=True)
+    early = [part for part in wanted if part.name in SANITIZERS]
+    others = [part for part in wanted if part.name not in SANITIZERS]
+    compile_all(early)
+    with ThreadPoolExecutor(1) as thread:
+        tools = thread.submit(lambda: sum(not run_and_show(part, given.output, end) for part in early))
+        compile_all(others)
+    bad = int(tools.result()) + sum(not run_and_show(part, given.output, end) for part in others)
     if not sanitizer:
         print("== memcheck, racecheck: left out: no compute-sanitizer in PATH or /usr/local/cuda/bin")
     raise SystemExit(1 if bad or not sanitizer else 0)
