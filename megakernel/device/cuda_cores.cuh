@@ -176,13 +176,16 @@ MK_DEVICE void signal_counter(Worker& w, const abi::Record& record) {
 
 namespace megakernel::seldom {
 
-// The task that makes headers begins a launch; on the first worker, by the group of consumers.
+// The task that makes headers begins a launch; on the first worker, by the group of consumers, in the scratch that the
+// loaders lend them before their first record.
 template <class T>
 __device__ __noinline__ void begin_launch() {
-  dev::Worker w;
-  w.load();
-  T::begin(w);
-  w.save();
+  dev::Consumer c;
+  c.load();
+  c.take_input();
+  T::begin(c.w);
+  c.free_input();
+  c.save();
 }
 
 }  // namespace megakernel::seldom

@@ -227,6 +227,9 @@ MK_DEVICE void run_storer(bool one_step) {
 
 template <class Tasks>
 MK_DEVICE void run_loader(bool one_step) {
+  if constexpr (makes_headers(Tasks{})) {
+    if (dev::worker_index() == 0) dev::lend_scratch();
+  }
   for (begin_step(); await_header(); begin_step()) {
     if (dev::was_announced()) {
       several::load_records<Tasks>();
@@ -301,6 +304,7 @@ MK_DEVICE void run_producer(bool one_step) {
     if (one_step) break;
   }
   dev::await_words();
+  dev::warp_meets();  // one lane has said what it copies, all look
   dev::drain_copies();
 }
 
