@@ -52,7 +52,7 @@ __device__ __noinline__ void report_fault(
 MK_DEVICE void drain_copies() {
 #pragma unroll 1
   for (uint32_t s = 0; s < kStages; ++s) {
-    const uint32_t state = block().copying[s];
+    const uint32_t state = copying(s);
     while (state != 0 && !barrier_try(shared_address(&block().full[s]), state & 1)) {}
   }
 }

@@ -95,6 +95,18 @@ struct LastWords {
   uint64_t value, target;
 };
 
+// Of a stage: 0 never filled, else 2 + parity of the phase that fills it. When a launch ends, lanes of the producer go one
+// after the other, each with a look at what those before it have said: tools want such words to be atomic.
+template <bool kTool>
+struct CopyWord {
+  using Type = uint8_t;
+};
+template <>
+struct CopyWord<true> {
+  using Type = uint32_t;
+};
+using CopyState = CopyWord<(kWarpArrivals > 1)>::Type;
+
 struct alignas(128) Block {
   uint8_t ring[kStages][kStageBytes];
   alignas(16) uint8_t scratch[kScratchBytes];
@@ -121,7 +133,7 @@ struct alignas(128) Block {
   uint64_t broadcast_word[2];
   RoleState state[kWarps];
   RoomState room[kWarps];
-  uint8_t copying[kStages];  // of each stage: 0 never filled, else 2 + parity of the phase that fills it
+  CopyState copying[kStages];
   uint32_t stop;             // every thread of the block ends when it next waits
   LastWords words;           // of the warp that set `stop`
   uint32_t header_known;     // to the producer, of its step: 0 not yet, 1 it runs, 2 the launch ends
@@ -133,6 +145,21 @@ static_assert(sizeof(Block) <= MEGAKERNEL_SHARED_BYTES, "a block's shared memory
 
 extern __shared__ __align__(1024) unsigned char mk_shared[];
 MK_DEVICE Block& block() { return *reinterpret_cast<Block*>(mk_shared); }
+
+MK_DEVICE void set_copying(uint32_t slot, uint32_t parity) {
+  CopyState& state = block().copying[slot];
+  if constexpr (sizeof state == 4) {
+    store_volatile(reinterpret_cast<uint32_t*>(&state), 2 + parity);
+  } else {
+    state = CopyState(2 + parity);
+  }
+}
+MK_DEVICE uint32_t copying(uint32_t slot) {
+  const CopyState& state = block().copying[slot];
+  if constexpr (sizeof state == 4) return load_volatile(reinterpret_cast<const uint32_t*>(&state));
+  return state;
+}
+
 MK_DEVICE abi::LaunchState* launch_state() { return reinterpret_cast<abi::LaunchState*>(block().args.launch); }
 
 MK_DEVICE abi::Role role_of(uint32_t warp) {

@@ -36,7 +36,7 @@ struct Producer {
     }
     ++in_flight;
     w.watch_barrier<true>(&b.empty[head.slot], head.parity ^ 1);
-    b.copying[head.slot] = uint8_t(2 + head.parity);
+    set_copying(head.slot, head.parity);
     copy_to_shared(b.ring[head.slot], from, bytes, &b.full[head.slot], policy);
     head.next();
   }
