@@ -154,32 +154,37 @@ def random_pack(manifest: Manifest, target: Any, read: Any, write: Any, progress
                 at += data.nbytes
 
 
-def randomise(run: Runtime) -> None:
-    """Fill matrices, tables and KV pages with normal numbers, where they are."""
+def view(run: Runtime, name: str) -> Any:
+    """A buffer of the runtime as a tensor of bfloat16, where it is."""
     import torch
 
-    def view(name: str) -> Any:
-        b = run.buffer(name)
-        if b.host is not None:
-            return torch.from_numpy(b.host[: b.bytes // 2 * 2]).view(torch.bfloat16)
-        holder = type("Holder", (), {})()
-        holder.__cuda_array_interface__ = {
-            "shape": (b.bytes // 2,),
-            "typestr": "<i2",
-            "data": (b.address, False),
-            "version": 3,
-        }
-        return torch.as_tensor(holder, device="cuda").view(torch.bfloat16)
+    b = run.buffer(name)
+    if b.host is not None:
+        return torch.from_numpy(b.host[: b.bytes // 2 * 2]).view(torch.bfloat16)
+    holder = type("Holder", (), {})()
+    holder.__cuda_array_interface__ = {
+        "shape": (b.bytes // 2,),
+        "typestr": "<i2",
+        "data": (b.address, False),
+        "version": 3,
+    }
+    return torch.as_tensor(holder, device="cuda").view(torch.bfloat16)
+
+
+def randomise(run: Runtime, weights: bool = True) -> None:
+    """Fill matrices and tables, unless they are to stay, and KV pages with normal numbers, the same every time."""
+    import torch
 
     torch.manual_seed(1)
-    data = view("weights")
-    for w in run.manifest.weights:
-        if w.kind in ("matrix", "interleaved", "table"):
-            data[w.offset // 2 : (w.offset + w.bytes) // 2].normal_(0.0, 0.02)
+    if weights:
+        data = view(run, "weights")
+        for w in run.manifest.weights:
+            if w.kind in ("matrix", "interleaved", "table"):
+                data[w.offset // 2 : (w.offset + w.bytes) // 2].normal_(0.0, 0.02)
     if run.manifest.kv_dtype == "f8":  # a page has codes and exponents: any of these bytes may be either
-        view("kv").view(torch.uint8).random_(0x30, 0x40)
+        view(run, "kv").view(torch.uint8).random_(0x30, 0x40)
     else:
-        view("kv").normal_(0.0, 1.0)
+        view(run, "kv").normal_(0.0, 1.0)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

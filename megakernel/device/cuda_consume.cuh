@@ -102,6 +102,10 @@ MK_DEVICE void clear_chains(Chains (&d)[kBlockTiles]) {
 
 using Weights = Quad[kMaxChunks];  // of a warp in a stage
 
+// Known when all of them are; see once_loaded.
+MK_DEVICE uint32_t word_of(const Weights& b) { return b[0].x | b[1].x | b[2].x | b[3].x; }
+static_assert(kMaxChunks == 4);
+
 // Whether a stage may be read. One that is not there may: what is read is not used. For tools that look for races it is not.
 MK_DEVICE bool may_read(bool there) { return kWarpArrivals == 1 || there; }
 
@@ -131,10 +135,11 @@ MK_DEVICE void take_pair(
   }
   places.load(first.slot, b[0]);
   places.load(second, b[1]);
+  const uint32_t none = once_loaded(word_of(b[0]) | word_of(b[1]), first.slot);
   __syncwarp();
   if (arrives()) {
-    barrier_arrive(&block().empty[first.slot]);
-    if (two) barrier_arrive(&block().empty[second]);
+    barrier_arrive(beyond(&block().empty[first.slot], none));
+    if (two) barrier_arrive(beyond(&block().empty[second], none));
   }
   multiply_two<kHalf>(d[kFirst], d[kFirst + 1], x, b[0], b[1]);
 }
@@ -149,7 +154,7 @@ MK_DEVICE void take_one(Consumer& c, Chains& d, const Fragments<kHigh>& x, const
   Weights b;
   c.await();
   places.load(c.ring.slot, b);
-  c.give_back();
+  c.give_back(word_of(b));
   multiply_one<kHalf>(d, x, b);
 }
 
@@ -203,7 +208,7 @@ struct Held {
   MK_DEVICE static void take(Consumer& c, const ChunkPlaces<S>& places, Weights& b, bool there) {
     if (there) c.await();
     if (may_read(there)) places.load(c.ring.slot, b);
-    if (there) c.give_back();
+    if (there) c.give_back(word_of(b));
   }
 };
 

@@ -155,16 +155,19 @@ struct RoomInput {
     }
     trace::ready(w, abi::Role::kConsumer);
     const uint8_t* at = Room::stage(slot) + share.first * 512 + w.warp_lane() * 16;
+    uint32_t loaded = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kMaxChunks; ++i) {
       a.low[i] = Quad{0, 0, 0, 0};
       if (i < share.count) a.low[i] = *reinterpret_cast<const Quad*>(at + i * 512);
+      loaded |= a.low[i].x;
       if constexpr (kHigh) {
         a.high[i] = Quad{0, 0, 0, 0};
         if (i < share.count) a.high[i] = *reinterpret_cast<const Quad*>(at + kStageBytes + i * 512);
+        loaded |= a.high[i].x;
       }
     }
-    if (!(word & kStays)) give_back(slot, kHalves);
+    if (!(word & kStays)) give_back(slot, kHalves, loaded);
     set_slot((slot + kHalves) % kRoomStages);
   }
   MK_DEVICE void fragments(
@@ -189,7 +192,7 @@ struct RoomInput {
   }
   // When the squares were read, too.
   MK_DEVICE void leave(Consumer& c, const MatrixFields& f) {
-    if (word & kStays) give_back(0, f.units * kHalves);
+    if (word & kStays) give_back(0, f.units * kHalves, 0);  // all was multiplied
     c.free_input();
     __syncwarp();
     own_room().parity = uint16_t(word & ((1u << kRoomStages) - 1));
@@ -197,9 +200,10 @@ struct RoomInput {
 
  private:
   MK_DEVICE void set_slot(uint32_t slot) { word = (word & ~(15u << kSlotAt)) | slot << kSlotAt; }
-  MK_DEVICE void give_back(uint32_t from, uint32_t count) {
+  MK_DEVICE void give_back(uint32_t from, uint32_t count, uint32_t loaded) {
     __syncwarp();
-    for (uint32_t i = 0; i < count; ++i) barrier_arrive_warp(&block().room_empty[from + i]);
+    uint64_t* empty = beyond(block().room_empty, once_loaded(loaded, from));
+    for (uint32_t i = 0; i < count; ++i) barrier_arrive_warp(empty + from + i);
     word ^= ((1u << count) - 1) << from;
   }
 };
