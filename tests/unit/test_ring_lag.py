@@ -123,8 +123,8 @@ def test_what_is_counted_before_the_pages() -> None:
 
 @dataclass
 class WideRing(Ring):
-    """Wide products of so many slices each, `pages` stages after each: the producer fills those and every second stage of a
-    product, the loader the others. `meets`: it begins a product when the consumers have."""
+    """Wide products of so many slices each, `pages` stages after each: the producer fills those and every second stage
+    of a product, the loader the others. `meets`: it begins a product when the consumers have."""
 
     slices: tuple[int, ...] = ()
     meets: bool = True
