@@ -172,7 +172,10 @@ struct Core<tasks::Matmul<kConfig>> {
   // In steps that were announced to have several rows.
   MK_DEVICE static void load_several() {
     if constexpr (kWide) {
-      if (wide()) return pack_rows<kHalf, kConfig.norm>(kFlags);
+      if (wide()) {
+        pack_rows<kHalf, kConfig.norm>(kFlags);
+        return bring_input<kConfig.sampled>();
+      }
     }
     if (!input_in_room(kConfig.sampled)) return load();
     if constexpr (!kConfig.given) several::pack_input<kHalf, kConfig.norm>(kAnnounced);

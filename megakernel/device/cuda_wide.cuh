@@ -7,13 +7,13 @@
 // input and of all tiles of the group (a slice). Each byte of the weights comes once a step.
 //
 // The input is packed once, by the loaders of all workers that have tiles of the product: each packs some (row, share),
-// behind the product's output and the room of narrow steps, and when all have said so on a counter the producers copy slices of it into their rings.
+// behind the product's output and the room of narrow steps, and when all have said so on a counter they copy slices of it
+// into their rings. The producer brings the weights alone, so it waits for nothing but room.
 #pragma once
 
 namespace megakernel::dev {
 
-constexpr uint32_t kWideTiles = 8;           // of a group
-constexpr uint32_t kWideAhead = kStages / 2;  // stages of weights before the first of the input; see WideOrder
+constexpr uint32_t kWideTiles = 8;  // of a group
 static_assert(abi::kMaxRows <= 64, "four tiles of 16 rows");
 
 // ------------------------------------------------------------------------------------------------ what and where
@@ -22,6 +22,8 @@ MK_DEVICE bool may_be_wide() {
   if constexpr (kWide) return block().header[own_state().step & 1 ^ 1].widens == 2;
   return false;
 }
+
+MK_DEVICE uint32_t padded_rows(const Worker& w, bool sampled) { return (matrix_rows(w, sampled) + 15) / 16 * 16; }
 
 // The packed input of a product, behind its output: of each row the squares of its shares, then the slices, of each
 // chunk the rows of the step in 16s, of each row four octets of 8 columns.
@@ -32,7 +34,7 @@ struct PackedInput {
 
   MK_DEVICE PackedInput(const Worker& w, const MatrixFields& f, bool sampled) {
     base = PackedRows(w, f, sampled).end();
-    padded = (matrix_rows(w, sampled) + 15) / 16 * 16;
+    padded = padded_rows(w, sampled);
   }
   MK_DEVICE float* squares(uint32_t row) const { return reinterpret_cast<float*>(base) + row * kConsumers; }
   MK_DEVICE uint8_t* chunk(uint32_t index) const { return base + kSquareBytes + uint64_t(index) * padded * 64; }
@@ -58,14 +60,6 @@ struct WideShape {
   MK_DEVICE uint32_t slice_units(uint32_t count_of_tiles) const {
     const uint32_t chunk_bytes = tasks::most(row_bytes, count_of_tiles * 512), most = (chunks + kConsumers - 1) / kConsumers;
     return tasks::least(units, kStageBytes / (chunk_bytes * most));
-  }
-  MK_DEVICE uint32_t slices_of(uint32_t count_of_tiles) const {
-    const uint32_t each = slice_units(count_of_tiles);
-    return tasks::least(chunks, kConsumers) * ((units + each - 1) / each);
-  }
-  MK_DEVICE uint32_t slices() const {
-    const uint32_t whole = tiles / group, left = tiles - whole * group;
-    return whole * slices_of(group) + (left > 0 ? slices_of(left) : 0);
   }
 };
 
@@ -111,101 +105,61 @@ struct Slices {
   }
 };
 
-// Slices and their stages: weights of the first kWideAhead slices, then by turns weights of a later slice and input. So
-// weights are on their way while the input is awaited, and a stage is wanted again only after those before it were
-// read: twice kWideAhead is at most the ring.
+// Slices and their stages: of each slice the weights, filled by the producer, then the input, filled by a loader. So each
+// may be as far ahead as the ring allows. Who fills a stage has waited for one at most a lap before it, and stages are given
+// back in this order: so he is never two phases behind.
 struct WideOrder {
   Ring weights, input;
-  uint32_t at = 0, slices;
 
-  MK_DEVICE WideOrder(Ring ring, const WideShape& shape) : weights(ring), input(ring), slices(shape.slices()) {
-    input.skip(tasks::least(slices, kWideAhead));
-  }
+  MK_DEVICE WideOrder(Ring ring) : weights(ring), input(ring) { input.next(); }
   MK_DEVICE void next() {
-    if (at + 1 >= kWideAhead) weights.next();
-    weights.next();
-    if (at + kWideAhead < slices) input.next();
-    input.next();
-    ++at;
+    pass_two(weights);
+    pass_two(input);
   }
-  MK_DEVICE Ring end() const { return input; }  // when all are taken
+  MK_DEVICE Ring end() const { return weights; }  // when all are taken
+
+ private:
+  MK_DEVICE static void pass_two(Ring& ring) {
+    ring.slot += 2;
+    if (ring.slot >= ring.end) ring.slot -= ring.end, ring.parity ^= 1;
+  }
 };
 
 // ------------------------------------------------------------------------------------------------ producer
-// The code of one warp: what it executes for a stage is what a slice costs at least. It counts no copies on their way,
-// the ring is bound enough; in the end they count as a whole ring of them.
-struct WideProducer {
-  Producer& p;
-
-  MK_DEVICE void put(const void* from, uint32_t bytes, uint32_t pieces, uint64_t policy) {
-    Block& b = block();
-    const Ring head = p.head;
-    p.w.watch_barrier<true>(&b.empty[head.slot], head.parity ^ 1);
-    b.copying[head.slot] = uint8_t(2 + head.parity);
-    copy_pieces(b.ring[head.slot], from, bytes, pieces, &b.full[head.slot], policy);
-    p.head.next();
-  }
-
-  // All parts of the input are packed.
-  MK_DEVICE void await(uint64_t target) {
-    const uint64_t* counter = packed_counter(p.w);
-    Patience patience;
-    uint64_t value;
-    while ((value = load_acquire(counter)) < target) {
-      if (!patience.over()) continue;
-      const uint32_t index = p.w.args.counter_count - 1 - p.w.record->node;
-      if (atomicCAS(&block().stop, 0u, 1u) == 0) {
-        block().words = {abi::FaultKind::kWaitBudget, threadIdx.x / 32, index, 0, value, target};
-      }
-      drain_copies();
-      end_thread();
-    }
-    fence_global_for_copies();
-  }
-
-  // Copies of whole laps ago have landed: the barriers say so at once.
-  MK_DEVICE void end() {
-    p.tail = p.head;
-    p.tail.parity ^= 1;
-    p.in_flight = kStages;
-  }
-};
-
+// Weights, each slice's to a stage, and a stage for the input left out behind each. It counts no copies on their way, the
+// ring is bound enough.
 template <bool kSampled>
 __device__ __noinline__ void produce_wide() {
   Producer p;
   p.load();
-  Worker& w = p.w;
-  const abi::Record& record = *w.record;
-  const MatrixFields& f = matrix_fields(w);
-  const PackedInput packed(w, f, kSampled);
-  const WideShape shape(record, f, packed.padded);
-  const uint32_t unit_bytes = f.k_unit * 16;
+  Block& b = block();
+  const abi::Record& record = *p.w.record;
+  const MatrixFields& f = matrix_fields(p.w);
+  const WideShape shape(record, f, padded_rows(p.w, kSampled));
+  const uint32_t unit_bytes = f.k_unit * 16, lane = p.w.warp_lane();
   const uint64_t tile_bytes = uint64_t(unit_bytes) * f.units;
-  const char* weights = tasks::weights<char>(w, f.weight) + record.tile_begin * tile_bytes;
-  const uint64_t keep = keeping_policy();
-  WideProducer out{p};
-  Slices ahead(shape), at(shape);
-  bool known = false;
+  const char* group = tasks::weights<char>(p.w, f.weight) + record.tile_begin * tile_bytes;
+  WideOrder order(p.head);
+  Slices at(shape);
 #pragma unroll 1
-  for (uint32_t early = 0; !at.done();) {
-    if (early < kWideAhead && !ahead.done()) {
-      // One lane a piece: a tile's part of a unit.
-      const uint32_t pieces = ahead.now * ahead.group, unit = w.warp_lane() / ahead.group;
-      const char* from = weights + (ahead.tile + w.warp_lane() - unit * ahead.group) * tile_bytes +
-                         (ahead.unit + unit) * unit_bytes + ahead.first * 512;
-      out.put(from, ahead.count * 512, pieces, p.policy);
-      ahead.next();
-      ++early;
-      continue;
+  while (!at.done()) {
+    // One lane a piece: a tile's part of a unit.
+    const uint32_t tiles = at.group, unit = lane / tiles;
+    const char* from = group + (lane - unit * tiles) * tile_bytes + unit * unit_bytes;
+    group += tiles * tile_bytes;
+    for (bool more = true; more;) {
+      const Ring& to = order.weights;
+      p.w.watch_barrier<true>(&b.empty[to.slot], to.parity ^ 1);
+      set_copying(to.slot, to.parity);
+      copy_pieces(b.ring[to.slot], from + (at.unit * unit_bytes + at.first * 512), at.count * 512, at.now * tiles,
+                  &b.full[to.slot], p.policy);
+      more = !at.ends_group();
+      order.next();
+      at.next();
     }
-    if (!known) out.await(kConsumers * (kSampled ? w.header->wide_sampled : w.header->wide_rows));
-    known = true;
-    out.put(packed.chunk(at.chunk()), at.now * at.count * shape.row_bytes, 1, keep);
-    at.next();
-    --early;
   }
-  out.end();
+  p.head = p.tail = order.end();
+  p.in_flight = 0;
   trace::passed(p.w);
   p.save();
 }
@@ -327,8 +281,9 @@ __device__ __noinline__ void consume_wide() {
   const PackedInput packed(w, f, flags.sampled());
   WideStorer<kFlags> out(w, f, packed);
   const WideShape shape(record, f, packed.padded);
-  WideOrder order(c.ring, shape);
+  WideOrder order(c.ring);
   Slices at(shape);
+  meet_loaders(c);
 #pragma unroll 1
   while (!at.done()) {
     const WidePart part(w.warp(), packed.padded, at.group);
@@ -349,6 +304,7 @@ __device__ __noinline__ void consume_wide() {
   }
   c.ring = order.end();
   out.end(record);
+  meet_loaders(c);
   c.save();
 }
 

@@ -1,7 +1,36 @@
-// The input of a wide product, packed by the loaders. Part of cuda_wide.cuh.
+// The input of a wide product: packed by the loaders, and brought by them. Part of cuda_wide.cuh.
+//
+// Loaders and consumers meet twice in a product, at the barriers of the scratch that other inputs go through. When the input is
+// packed, as far as this worker packs it, the consumers say that they are at this product: their state has the place of its
+// first stage, and all stages before that were given back. When all is brought the loaders stay until the consumers have
+// taken it, so that no copy is on its way when they wait for something else; and they ask for values of the next product
+// only then, because what all workers ask for again and again is in the way of what they copy.
 #pragma once
 
 namespace megakernel::dev {
+
+// ------------------------------------------------------------------------------------------------ consumers
+// At the begin and at the end of a product.
+MK_DEVICE void meet_loaders(Consumer& c) {
+  c.take_input();
+  c.free_input();
+}
+
+// ------------------------------------------------------------------------------------------------ loaders
+// One loader: the worker's slices of the packed input. It alone looks at the counter: more of them would be in the way of
+// those who count.
+MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, const WideShape& shape) {
+  Block& b = block();
+  const uint64_t keep = keeping_policy();
+  WideOrder order(Ring{b.state[0].ring, kStages});
+#pragma unroll 1
+  for (Slices at(shape); !at.done(); at.next(), order.next()) {
+    const Ring& to = order.input;
+    w.watch_barrier(&b.empty[to.slot], to.parity ^ 1);
+    set_copying(to.slot, to.parity);
+    copy_to_shared(b.ring[to.slot], from.chunk(at.chunk()), at.now * at.count * shape.row_bytes, &b.full[to.slot], keep);
+  }
+}
 
 // All four loaders: the worker's part of the (row, share) of a product's input.
 template <bool kHalf, bool kNorm>
@@ -12,13 +41,37 @@ __device__ __noinline__ void pack_rows(MatrixFlags flags) {
   const abi::Record& record = *w.record;
   const MatrixFields& f = matrix_fields(w);
   const PackedInput to(w, f, flags.sampled());
-  const Parts parts(record, f, flags.epilogue() == tasks::Epilogue::kGlu, matrix_rows(w, flags.sampled()));
+  const uint32_t rows = matrix_rows(w, flags.sampled());
+  const Parts parts(record, f, flags.epilogue() == tasks::Epilogue::kGlu, rows);
   wait_counters(w, record);
-  if (Loader::index() == 0) store_volatile(&block().asking, 1);
+  l.begin();
   const uint32_t packed = pack_parts<kHalf, kNorm, true>(w, f, to, parts, flags.sampled());
   __syncwarp();
-  if (Loader::index() == 0) store_volatile(&block().asking, 0);
   if (w.warp_lane() == 0 && packed > 0) add_release(packed_counter(w), packed);
+  l.end();
+  l.save();
+}
+
+template <bool kSampled>
+__device__ __noinline__ void bring_input() {
+  Loader l;
+  l.load();
+  Worker& w = l.w;
+  const abi::Record& record = *w.record;
+  const MatrixFields& f = matrix_fields(w);
+  const PackedInput from(w, f, kSampled);
+  const WideShape shape(record, f, from.padded);
+  w.wait_barrier(&block().input_empty, l.parity ^ 1);  // the consumers are here
+  if (Loader::index() == kLoaders - 1) {  // the one with the fewest parts to pack
+    w.wait(packed_counter(w), kConsumers * (kSampled ? w.header->wide_sampled : w.header->wide_rows),
+           abi::FaultKind::kWaitBudget, w.args.counter_count - 1 - record.node);
+    fence_global_for_copies();
+    bring_slices(w, from, shape);
+  }
+  __syncwarp();
+  barrier_arrive_warp(&block().input_full);
+  l.parity ^= 1;
+  w.watch_barrier(&block().input_empty, l.parity ^ 1);  // all was taken
   l.save();
 }
 

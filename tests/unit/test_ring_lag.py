@@ -119,3 +119,78 @@ def test_what_is_counted_before_the_pages() -> None:
                 node = nodes[entry.node]
                 if node.name.endswith("attention.qkv"):
                     assert entry.count * node.sizes["units"] <= most
+
+
+@dataclass
+class WideRing(Ring):
+    """Wide products of so many slices each, `pages` stages after each: the producer fills those and every second stage
+    of a product, the loader the others. `meets`: it begins a product when the consumers have."""
+
+    slices: tuple[int, ...] = ()
+    meets: bool = True
+    begun: int = 0  # by consumers, over all products
+
+    def fill(self, i: int) -> Steps:
+        slot, parity = i % STAGES, i // STAGES % 2
+        while not self.empty[slot].complete(parity ^ 1):
+            yield
+        self.holds[slot] = i
+        self.full[slot].arrive()
+        yield
+
+    def products(self) -> list[tuple[range, range]]:
+        """Of each the stages of its slices, then those after it."""
+        made, at = [], 0
+        for count in self.slices:
+            made.append((range(at, at + 2 * count), range(at + 2 * count, at + 2 * count + self.pages)))
+            at = made[-1][1].stop
+        return made
+
+    def producer(self) -> Steps:
+        for own, after in self.products():
+            for i in (*own[::2], *after):
+                yield from self.fill(i)
+
+    def loader(self) -> Steps:
+        for product, (own, _) in enumerate(self.products()):
+            while self.meets and self.begun < CONSUMERS * (product + 1):
+                yield
+            for i in own[1::2]:
+                yield from self.fill(i)
+
+    def consumer(self, number: int) -> Steps:
+        for own, after in self.products():
+            self.begun += 1
+            for i in own[::2]:
+                yield from self.read(i)
+                yield from self.read(i + 1)
+                yield
+                self.give_back(range(i, i + 2))
+            for i in after:
+                yield from self.read(i)
+                yield
+                self.give_back(range(i, i + 1))
+        self.met += 1
+
+    def run(self, slow: int) -> bool:
+        """With one of producer, loader and consumers that moves only when nobody else can."""
+        roles = [self.producer(), self.loader(), *(self.consumer(i) for i in range(CONSUMERS))]
+        last = roles.pop(slow)
+        for _ in range(2 * sum(2 * n + self.pages for n in self.slices)):
+            for _ in range(3 * STAGES):
+                roles = [g for g in roles if next(g, 0) is None]
+            next(last, 0)
+        return self.met == CONSUMERS and self.wrong == 0
+
+
+WIDE = [((1, 1, 1, 1, 1), 0), ((1, 2, 3), 1), ((16, 3, 64), 5), ((2, 16, 2), 13), ((8, 1, 8), 40), ((7, 16), 12)]
+
+
+@pytest.mark.parametrize(("slices", "pages"), WIDE, ids=str)
+def test_a_wide_product_whose_stages_two_roles_fill(slices: tuple[int, ...], pages: int) -> None:
+    for slow in range(2 + CONSUMERS):
+        assert WideRing(0, pages, late=True, slices=slices).run(slow), slow
+
+
+def test_a_loader_that_is_ahead_of_the_consumers_fills_what_is_still_read() -> None:
+    assert not all(WideRing(0, 40, late=True, slices=(8, 1, 8), meets=False).run(2 + i) for i in range(CONSUMERS))
