@@ -202,7 +202,7 @@ struct RoomInput {
   MK_DEVICE void set_slot(uint32_t slot) { word = (word & ~(15u << kSlotAt)) | slot << kSlotAt; }
   MK_DEVICE void give_back(uint32_t from, uint32_t count, uint32_t loaded) {
     __syncwarp();
-    uint64_t* empty = beyond(block().room_empty, once_loaded(loaded, from));
+    uint64_t* empty = beyond(block().room_empty, once_loaded(loaded, own_room().end));
     for (uint32_t i = 0; i < count; ++i) barrier_arrive_warp(empty + from + i);
     word ^= ((1u << count) - 1) << from;
   }
