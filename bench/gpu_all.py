@@ -86,6 +86,8 @@ def parts(models: Sequence[str], sanitizer: str | None) -> tuple[Part, ...]:
         Part("acceptance", 150, (*PYTEST, "tests/gpu/test_acceptance.py", "-k", "not sanitizer and not demo_model"),
              (*of_tests(models, keep_tensors=True, max_slots=1), *left_out,
               *of_tests(["tiny-llama"], max_context=2047, max_slots=1))),
+        Part("repeats", 120, (*PYTEST, "tests/gpu/test_repeats.py"),
+             tuple(of_shape("llama-3.2-1b", 1024, max_slots=rows, max_rows=rows) for rows in (16, 64))),
         Part("times", 60, ("-m", "bench.device_session", "time", "llama-3.2-1b", "32", "512", "4096", "16384"),
              (of_shape("llama-3.2-1b", 16384 + 240, max_slots=1),)),
         Part("times-qwen3-0.6b", 40, ("-m", "bench.device_session", "time", "qwen3-0.6b", "32", "512"),

@@ -16,7 +16,7 @@ from megakernel.runtime import Runtime
 from tests.gpu.machine import NAME, needs_device
 
 pytestmark = [needs_device, pytest.mark.alone, pytest.mark.skipif(NAME != "cuda", reason="weights are made on the GPU")]
-SHAPE, START, STEPS, TIMES = "llama-3.2-1b", 300, 96, 5
+SHAPE, START, STEPS, TIMES = "llama-3.2-1b", 300, 80, 5
 
 
 @pytest.fixture(scope="module", params=[16, 64])
@@ -47,7 +47,7 @@ def left(run: Runtime, prompts: int, streams: int) -> Any:
     return out
 
 
-@pytest.mark.parametrize(("prompt", "streams"), [(0, 1), (0, 3), (0, 8), (0, 13), (0, 16), (700, 0), (700, 5), (0, 64)])
+@pytest.mark.parametrize(("prompt", "streams"), [(0, 1), (0, 7), (0, 16), (700, 0), (700, 9), (0, 64)])
 def test_the_same_keys_and_values(run: Runtime, prompt: int, streams: int) -> None:
     import torch
 
@@ -56,4 +56,5 @@ def test_the_same_keys_and_values(run: Runtime, prompt: int, streams: int) -> No
     randomise(run)
     first = left(run, prompt, streams)
     assert bool((first != 0).any())
-    assert [n for n in range(1, TIMES) if not torch.equal(first, left(run, prompt, streams))] == []
+    others = [n for n in range(1, TIMES) if not torch.equal(first, left(run, prompt, streams))]
+    assert others == []

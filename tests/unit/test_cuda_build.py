@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,51 @@ def test_matrix_cores_and_asynchronous_copies(name: str, tmp_path: Path) -> None
         if (at := re.search(r"/\*([0-9a-f]{4,})\*/\s+\S", line)) and start <= int(at.group(1), 16) < start + size
     )
     assert bool(re.search(r"LDGSTS\S*\.128", produced)) == (name == "sm_80"), "weights by 16 bytes a lane"
+
+
+def overtaken(code: str) -> list[tuple[str, str]]:
+    """Arrivals at barriers that do not wait for loads of shared memory before them: (arrival, load), in the order of the
+    code, whatever branches there are. An instruction has in bits 110 to 112 the number of the scoreboard that is clear
+    when its result is there, 7 for none, and in bits 116 to 121 those that it waits for."""
+    found: list[tuple[str, str]] = []
+    on_their_way: dict[int, str] = {}
+    lines = code.splitlines()
+    for line, after in pairwise(lines):
+        at = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line)
+        upper = re.fullmatch(r"\s+/\* 0x([0-9a-f]{16}) \*/\s*", after)
+        if not at or not upper:
+            continue
+        control = int(upper[1], 16) >> 41
+        written, waited = control >> 5 & 7, control >> 11 & 63
+        on_their_way = {number: load for number, load in on_their_way.items() if not waited >> number & 1}
+        text = at[1].strip()
+        if "SYNCS.ARRIVE" in text:
+            found += [(text, load) for load in on_their_way.values()]
+        if re.match(r"(@!?U?P\d+ )?LDS\b", text) and written < 6:
+            on_their_way.setdefault(written, text)
+        if re.match(r"(EXIT|RET)\b", text):
+            on_their_way = {}
+    return found
+
+
+def test_overtaken_loads_are_found() -> None:
+    def line(text: str, written: int = 7, waited: int = 0) -> str:
+        control = (waited << 11 | 7 << 8 | written << 5) << 41
+        return f"        /*0010*/    {text} ;    /* 0x{0:016x} */\n{' ' * 40}/* 0x{control:016x} */\n"
+
+    load, arrive = line("LDS.128 R8, [R4]", written=2), "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R5+URZ+0x10], RZ"
+    assert overtaken(load + line(arrive)) == [(arrive, "LDS.128 R8, [R4]")]
+    assert overtaken(load + line("LOP3.LUT R5, R5, R8, RZ, 0xc0, !PT", waited=4) + line(arrive)) == []
+    assert overtaken(load + line("HMMA.16816.F32.BF16 R8, R4, R8, R8", waited=2) + line(arrive)) != []
+
+
+@needs_wheels
+@pytest.mark.parametrize("rows", [16, 64])
+def test_no_arrival_overtakes_a_load(tmp_path: Path, rows: int) -> None:
+    """What arrives at a barrier says that memory may be written again: see docs/memory-model.md."""
+    code = machine_code("sm_90a", tmp_path, rows)
+    assert code.count("SYNCS.ARRIVE") > 20
+    assert overtaken(code) == []
 
 
 @needs_wheels
