@@ -115,8 +115,8 @@ def test_matrix_cores_and_asynchronous_copies(name: str, tmp_path: Path) -> None
 
 def overtaken(code: str) -> list[tuple[str, str]]:
     """Arrivals at barriers that do not wait for loads of shared memory before them, (arrival, load), in the order of
-    the code, whatever branches there are. An instruction has in bits 110 to 112 the number of the scoreboard that is clear
-    when its result is there, 7 for none, and in bits 116 to 121 those that it waits for."""
+    the code, whatever branches there are. An instruction has in bits 110 to 112 the number of the scoreboard that is
+    clear when its result is there, 7 for none, and in bits 116 to 121 those that it waits for."""
     found: list[tuple[str, str]] = []
     on_their_way: dict[int, str] = {}
     lines = code.splitlines()
