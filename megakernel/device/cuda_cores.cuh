@@ -29,7 +29,7 @@ struct Producer {
 
   MK_DEVICE void put(const void* from, uint32_t bytes) {
     Block& b = block();
-    while (in_flight >= kCalm && (in_flight >= kInFlight || load_volatile(&b.asking) != 0)) {
+    while (in_flight >= kCalm && (in_flight >= kInFlight || load_volatile_together(&b.asking) != 0)) {
       w.watch_barrier(&b.full[tail.slot], tail.parity);
       tail.next();
       --in_flight;

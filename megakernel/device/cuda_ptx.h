@@ -303,6 +303,15 @@ MK_DEVICE uint32_t load_volatile(const T* p) {
   return *reinterpret_cast<const volatile uint32_t*>(p);
 #endif
 }
+// The same by a warp that must go one way: in the kernel for tools its lanes look one after the other.
+template <class T>
+MK_DEVICE uint32_t load_volatile_together(const T* p) {
+#ifdef MEGAKERNEL_EVERY_LANE
+  return of_first_lane(load_volatile(p));
+#else
+  return load_volatile(p);
+#endif
+}
 MK_DEVICE void store_volatile(uint32_t* p, uint32_t v) {
 #ifdef MEGAKERNEL_EVERY_LANE
   atomicExch(p, v);

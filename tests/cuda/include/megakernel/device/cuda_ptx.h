@@ -156,6 +156,10 @@ uint32_t load_volatile(const T* p) {
   emulator::before_load();
   return __atomic_load_n(reinterpret_cast<const uint32_t*>(p), __ATOMIC_RELAXED);
 }
+template <class T>
+uint32_t load_volatile_together(const T* p) {  // lanes take turns: each could see another value
+  return of_first_lane(load_volatile(p));
+}
 inline void store_volatile(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline uint64_t clock_ns() { return emulator::now_ns(); }
 
