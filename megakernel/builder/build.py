@@ -309,7 +309,7 @@ def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, va
         workspace_bytes=made.memory.total,
         workspace_copies=2 if target.value_edges else 1,
         keeps_tensors=made.keeps_tensors,
-        counter_count=made.schedule.counters + (len(low.nodes) if limits.wide(target) else 0),
+        counter_count=made.schedule.counters + (2 * len(low.nodes) if limits.wide(target) else 0),  # see cuda_wide.cuh
         queue_length=queue_length,
         variants=variants,
         nodes=nodes,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megakernel.builder.dealing import deal_products
 from megakernel.builder.exchange import Exchanges
 from megakernel.builder.fuse import (
     FusedAttention,
@@ -177,6 +178,9 @@ class _Lowering:
         if self.limits.packs(self.target):
             given, self.tensors = give_inputs(self.nodes, self.tensors)
             self.nodes = list(given)
+        if self.limits.wide(self.target):
+            dealt, self.tensors = deal_products(self.nodes, self.tensors, self.target.workers, self.limits.max_rows)
+            self.nodes = list(dealt)
         kv_heads, head_dim = self.kv or (1, 8)
         pages = page_tokens(self.target, head_dim, self.limits.kv_dtype)
         streamed = sum(n.task.cost(n, 0, n.tiles, 0).stream_bytes for n in self.nodes if "weight" in n.weights)

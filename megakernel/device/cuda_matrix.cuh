@@ -132,6 +132,7 @@ template <tasks::MatmulConfig kConfig>
 struct Core<tasks::Matmul<kConfig>> {
   static_assert(kConfig.dtype != DType::kF32, "matrix cores take 16-bit weights");
   static_assert(kConfig.tile_n == 8, "a tile is 8 rows of the weights");
+  static_assert(!kConfig.dealt || (kWide && !kConfig.sampled && kConfig.epilogue != tasks::Epilogue::kGlu));
   static constexpr bool kHalf = kConfig.dtype == DType::kF16;
   static constexpr bool kProduces = true, kStores = true, kLoads = true, kNeedsHeader = kConfig.sampled;
   static constexpr MatrixFlags kFlags = MatrixFlags::of(
@@ -151,7 +152,7 @@ struct Core<tasks::Matmul<kConfig>> {
 
   MK_DEVICE static void produce() {
     if constexpr (kWide) {
-      if (needs_header() && wide()) return produce_wide<kConfig.sampled>();
+      if (needs_header() && wide()) return produce_wide<kConfig.sampled, kConfig.dealt>();
     }
     if (!kConfig.sampled || block().header[block().state[threadIdx.x / 32].step & 1].sampled > 0) produce_rows();
   }
@@ -174,7 +175,7 @@ struct Core<tasks::Matmul<kConfig>> {
     if constexpr (kWide) {
       if (wide()) {
         pack_rows<kHalf, kConfig.norm>(kFlags);
-        return bring_input<kConfig.sampled>();
+        return bring_input<kConfig.sampled, kConfig.dealt>();
       }
     }
     if (!input_in_room(kConfig.sampled)) return load();
@@ -183,7 +184,11 @@ struct Core<tasks::Matmul<kConfig>> {
   }
   MK_DEVICE static void consume_several() {
     if constexpr (kWide) {
-      if (wide()) return consume_wide<kHalf, kFlags.bits>();
+      if (wide()) {
+        if constexpr (!kConfig.dealt) return consume_wide<kHalf, kFlags.bits>();
+        consume_dealt<kHalf>();
+        return finish_dealt<kFlags.bits>();
+      }
     }
     if (!input_in_room(kConfig.sampled)) return consume();
     if (rows() > 8) return several::consume_tile<kHalf, kAnnounced.bits>();

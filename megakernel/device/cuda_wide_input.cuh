@@ -19,13 +19,14 @@ MK_DEVICE void meet_loaders(Consumer& c) {
 // ------------------------------------------------------------------------------------------------ loaders
 // One loader: the worker's slices of the packed input. It alone looks at the counter: more of them would be in the way of
 // those who count.
-MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, const WideShape& shape) {
+template <bool kDealt>
+MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, const WideShape<kDealt>& shape) {
   Block& b = block();
   const uint64_t keep = keeping_policy();
-  WideOrder order(Ring{b.state[0].ring, kStages});
+  WideOrder order(b.state[0].ring);
 #pragma unroll 1
-  for (Slices at(shape); !at.done(); at.next(), order.next()) {
-    const Ring& to = order.input;
+  for (Slices<kDealt> at(shape); !at.done(); order.next(at.stages()), at.next()) {
+    const RingPlace to = order.input();
     w.watch_barrier(&b.empty[to.slot], to.parity ^ 1);
     set_copying(to.slot, to.parity);
     copy_to_shared(b.ring[to.slot], from.chunk(at.chunk()), at.now * at.count * shape.row_bytes, &b.full[to.slot], keep);
@@ -47,24 +48,24 @@ __device__ __noinline__ void pack_rows(MatrixFlags flags) {
   l.begin();
   const uint32_t packed = pack_parts<kHalf, kNorm, true>(w, f, to, parts, flags.sampled());
   __syncwarp();
-  if (w.warp_lane() == 0 && packed > 0) add_release(packed_counter(w), packed);
+  if (w.warp_lane() == 0 && packed > 0) add_release(counter_of(w, packed_counter(w)), packed);
   l.end();
   l.save();
 }
 
-template <bool kSampled>
+template <bool kSampled, bool kDealt>
 __device__ __noinline__ void bring_input() {
   Loader l;
   l.load();
   Worker& w = l.w;
-  const abi::Record& record = *w.record;
   const MatrixFields& f = matrix_fields(w);
   const PackedInput from(w, f, kSampled);
-  const WideShape shape(record, f, from.padded);
+  const WideShape<kDealt> shape(*w.record, f, from.padded);
   w.wait_barrier(&block().input_empty, l.parity ^ 1);  // the consumers are here
   if (Loader::index() == kLoaders - 1) {  // the one with the fewest parts to pack
-    w.wait(packed_counter(w), kConsumers * (kSampled ? w.header->wide_sampled : w.header->wide_rows),
-           abi::FaultKind::kWaitBudget, w.args.counter_count - 1 - record.node);
+    const uint32_t counter = packed_counter(w);
+    w.wait(counter_of(w, counter), kConsumers * (kSampled ? w.header->wide_sampled : w.header->wide_rows),
+           abi::FaultKind::kWaitBudget, counter);
     fence_global_for_copies();
     bring_slices(w, from, shape);
   }

@@ -4,18 +4,73 @@
 
 namespace megakernel::dev {
 
-using WideSums = float[WidePart::kMost][WidePart::kMost][4];
+using TileSums = float[WidePart::kMostRows][4];  // of one tile of weights
+using WideSums = TileSums[kPartTiles];
 
 // One share's chains, which begin anew.
-MK_DEVICE void add_chains(WideSums& sums, const WideChains& d) {
+MK_DEVICE void add_chains(WideSums& sums, const WideChains<WidePart::kMostRows, kPartTiles>& d) {
 #pragma unroll
-  for (uint32_t i = 0; i < WidePart::kMost; ++i) {
+  for (uint32_t i = 0; i < WidePart::kMostRows; ++i) {
 #pragma unroll
-    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
+    for (uint32_t j = 0; j < kPartTiles; ++j) {
 #pragma unroll
-      for (uint32_t e = 0; e < 4; ++e) sums[i][j][e] += d[i][j][0][e] + d[i][j][1][e];
+      for (uint32_t e = 0; e < 4; ++e) sums[j][i][e] += d[i][j][0][e] + d[i][j][1][e];
     }
   }
+}
+
+// Of a dealt product what the chains of each (tile, share, tile of rows) come to, as lanes have it. Behind the packed input,
+// so each step has its own copy, and nothing has to be cleared.
+struct PartSums {
+  uint8_t* base;
+  uint32_t row_tiles;
+
+  MK_DEVICE PartSums(const PackedInput& packed, const MatrixFields& f)
+      : base(packed.chunk(f.k_unit / 32 * f.units) + lane_of_warp() * 16), row_tiles(packed.padded / 16) {}
+  MK_DEVICE uint8_t* at(uint32_t tile, uint32_t share, uint32_t row_tile) const {
+    return base + uint64_t((tile * kConsumers + share) * row_tiles + row_tile) * 512;
+  }
+
+  template <uint32_t kRowTiles, uint32_t kTiles>
+  MK_DEVICE void put(
+      const WidePart& part, uint32_t first_tile, uint32_t share, const WideChains<kRowTiles, kTiles>& d) const {
+#pragma unroll
+    for (uint32_t j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (uint32_t i = 0; i < kRowTiles; ++i) {
+        const auto sum = [&](uint32_t e) { return as_bits(d[i][j][0][e] + d[i][j][1][e]); };
+        *reinterpret_cast<Quad*>(at(first_tile + part.tile(j), share, part.row_tile(i))) = {sum(0), sum(1), sum(2), sum(3)};
+      }
+    }
+  }
+
+  // Of one tile, in the order of the shares, as `add_chains` has them.
+  MK_DEVICE void add(const WidePart& part, uint32_t tile, TileSums& sums) const {
+#pragma unroll
+    for (uint32_t i = 0; i < WidePart::kMostRows; ++i) {
+#pragma unroll
+      for (uint32_t e = 0; e < 4; ++e) sums[i][e] = 0.0f;
+      if (i >= part.row_tiles) break;
+      Quad v[kConsumers];
+#pragma unroll
+      for (uint32_t s = 0; s < kConsumers; ++s) v[s] = load_quad(at(tile, s, part.row_tile(i)));
+#pragma unroll
+      for (uint32_t s = 0; s < kConsumers; ++s) {
+        sums[i][0] += as_float(v[s].x), sums[i][1] += as_float(v[s].y);
+        sums[i][2] += as_float(v[s].z), sums[i][3] += as_float(v[s].w);
+      }
+    }
+  }
+};
+
+// By the group of consumers: until all workers of the product have put theirs. One warp looks, more would be in the way of
+// those who count.
+MK_DEVICE void await_sums(Worker& w, uint32_t tiles) {
+  if (w.warp() == 0) {
+    const uint32_t counter = sums_counter(w);
+    w.wait(counter_of(w, counter), kConsumers * tiles * w.header->wide_rows, abi::FaultKind::kWaitBudget, counter);
+  }
+  w.sync();
 }
 
 // Lane 4 g + t has rows g and g + 8 of a tile of rows, rows 2 t and 2 t + 1 of a tile's weights.
@@ -47,38 +102,66 @@ struct WideStorer {
 
   MK_DEVICE void put(const WidePart& part, const WideSums& sums, uint32_t first_tile) {
     if (part.tiles == 0) return;
-    const uint32_t g = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
-    const float own = factor(part.row_tile(w.warp_lane() / 16) * 16 + w.warp_lane() % 16);
+    const float own = own_factor(part);
 #pragma unroll
-    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
+    for (uint32_t j = 0; j < kPartTiles; ++j) {
       if (j >= part.tiles) break;
-      const uint32_t tile = first_tile + part.tile(j), column = tile * kWidth + pair;
-      float bias[2] = {0.0f, 0.0f};
-      if constexpr (flags.bias()) {
-        const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
-        bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
-      }
-      float residual[4][2];
-      if constexpr (kResidual) fetch_residual(part, column, residual);
-#pragma unroll
-      for (uint32_t k = 0; k < 4; ++k) {
-        const uint32_t i = k / 2, h = k % 2;
-        if (i >= part.row_tiles) break;
-        const uint32_t row = part.row_tile(i) * 16 + h * 8 + g;
-        const float scaled = flags.norm() ? __shfl_sync(0xffffffffu, own, i * 16 + h * 8 + g) : 1.0f;
-        unsigned long long largest = 0;
-#pragma unroll
-        for (uint32_t e = 0; e < 2; ++e) {
-          const float v = finish((total(sums[i][j][h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[k][e] : 0.0f);
-          const bool active = pair + e < kWidth && column + e < f.n && row < rows;
-          float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column + e;
-          if (active && flags.sampled()) *out = v;
-          if (active && !flags.sampled()) publish(out, v);
-          if (active && flags.sampled() && Largest::key(v, column + e) > largest) largest = Largest::key(v, column + e);
-        }
-        if constexpr (flags.sampled()) keep_largest(row, largest);
-      }
+      Residual residual;
+      fetch_residual(part, first_tile + part.tile(j), residual);
+      put(part, first_tile + part.tile(j), sums[j], own, residual);
     }
+  }
+
+  // Of the norm, a lane's row of those of a warp.
+  MK_DEVICE float own_factor(const WidePart& part) const {
+    return factor(part.row_tile(w.warp_lane() / 16) * 16 + w.warp_lane() % 16);
+  }
+
+  // One tile.
+  using Residual = float[2 * WidePart::kMostRows][2];
+  MK_DEVICE void put(const WidePart& part, uint32_t tile, const TileSums& sums, float own, const Residual& residual) {
+    const uint32_t g = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2, column = tile * kWidth + pair;
+    float bias[2] = {0.0f, 0.0f};
+    if constexpr (flags.bias()) {
+      const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
+      bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < 4; ++k) {
+      const uint32_t i = k / 2, h = k % 2;
+      if (i >= part.row_tiles) break;
+      const uint32_t row = part.row_tile(i) * 16 + h * 8 + g;
+      const float scaled = flags.norm() ? __shfl_sync(0xffffffffu, own, i * 16 + h * 8 + g) : 1.0f;
+      unsigned long long largest = 0;
+#pragma unroll
+      for (uint32_t e = 0; e < 2; ++e) {
+        const float v = finish((total(sums[i][h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[k][e] : 0.0f);
+        const bool active = pair + e < kWidth && column + e < f.n && row < rows;
+        float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column + e;
+        if (active && flags.sampled()) *out = v;
+        if (active && !flags.sampled()) publish(out, v);
+        if (active && flags.sampled() && Largest::key(v, column + e) > largest) largest = Largest::key(v, column + e);
+      }
+      if constexpr (flags.sampled()) keep_largest(row, largest);
+    }
+  }
+
+  // What is added to a tile: of the rows of a lane, two columns each.
+  MK_DEVICE void fetch_residual(const WidePart& part, uint32_t tile, Residual& out) {
+    if constexpr (!kResidual) return;
+    const uint32_t column = tile * kWidth + w.warp_lane() % 4 * 2;
+    uint32_t v[4][2];
+    const float* from = tasks::workspace<const float>(w, f.residual) + column;
+    auto ask = [&](uint32_t k, uint32_t e) {
+      const uint32_t row = part.row_tile(k / 2) * 16 + k % 2 * 8 + w.warp_lane() / 4;
+      return k / 2 < part.row_tiles && row < rows && column + e < f.n ? load_word(from + uint64_t(row) * f.n + e) : 0;
+    };
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) v[i / 2][i % 2] = ask(i / 2, i % 2);
+    const auto missing = [&](uint32_t i) { return v[i / 2][i % 2] == kInvalid; };
+    await_all<8>(w, missing, [&](uint32_t i) { v[i / 2][i % 2] = ask(i / 2, i % 2); }, 0);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) out[i / 2][i % 2] = as_float(v[i / 2][i % 2]);
   }
 
   MK_DEVICE void end(const abi::Record& record) {
@@ -119,22 +202,6 @@ struct WideStorer {
     }
     if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
     return v + residual;
-  }
-
-  // Of the rows of a lane, two columns each.
-  MK_DEVICE void fetch_residual(const WidePart& part, uint32_t column, float (&out)[4][2]) {
-    uint32_t v[4][2];
-    const float* from = tasks::workspace<const float>(w, f.residual) + column;
-    auto ask = [&](uint32_t k, uint32_t e) {
-      const uint32_t row = part.row_tile(k / 2) * 16 + k % 2 * 8 + w.warp_lane() / 4;
-      return k / 2 < part.row_tiles && row < rows && column + e < f.n ? load_word(from + uint64_t(row) * f.n + e) : 0;
-    };
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) v[i / 2][i % 2] = ask(i / 2, i % 2);
-    const auto missing = [&](uint32_t i) { return v[i / 2][i % 2] == kInvalid; };
-    await_all<8>(w, missing, [&](uint32_t i) { v[i / 2][i % 2] = ask(i / 2, i % 2); }, 0);
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) out[i / 2][i % 2] = as_float(v[i / 2][i % 2]);
   }
 
   MK_DEVICE void keep_largest(uint32_t row, unsigned long long largest) const {

@@ -20,6 +20,7 @@ struct MatmulConfig {
   bool even = false;
   bool gives = false;
   bool given = false;
+  bool dealt = false;
 };
 
 template <Activation kActivation>

@@ -63,6 +63,7 @@ class MatmulConfig(Variant):
     even: bool = False  # units have 1,024 columns: all who share one have as many
     gives: bool = False  # in steps of several rows its output is published packed, too, for the product that reads it
     given: bool = False  # and its input comes so
+    dealt: bool = False  # in steps of many rows a worker multiplies a share of many tiles, see builder/dealing.py
 
 
 class Matmul(Task):
