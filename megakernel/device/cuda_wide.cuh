@@ -18,7 +18,7 @@
 
 namespace megakernel::dev {
 
-constexpr uint32_t kWideTiles = 8;  // of which a slice fits a stage; a group has so many, or twice as many
+constexpr uint32_t kWideTiles = 8;  // of a group
 static_assert(abi::kMaxRows <= 64, "four tiles of 16 rows");
 
 // ------------------------------------------------------------------------------------------------ what and where
@@ -59,7 +59,7 @@ MK_DEVICE uint32_t packed_counter(const Worker& w) { return w.args.counter_count
 MK_DEVICE uint32_t sums_counter(const Worker& w) { return packed_counter(w) - 1; }
 
 // What of a product a record's worker multiplies, in groups of tiles: all shares of its own tiles. Of one that is dealt as
-// many (share, tile) out of all, share by share. A group of a dealt one may have two stages of weights a slice.
+// many (share, tile) out of all, share by share.
 template <bool kDealt>
 struct WideShape {
   uint32_t chunks, units, row_bytes;  // row_bytes: of a chunk of the input
@@ -69,13 +69,13 @@ struct WideShape {
       : chunks(f.k_unit / 32), units(f.units), row_bytes(padded * 64), tiles((f.n + 7) / 8), begin(record.tile_begin),
         end(record.tile_begin + record.tile_count) {
     if constexpr (kDealt) begin *= kConsumers, end *= kConsumers;
-    const uint32_t most = kDealt && padded > kTileRows ? 2 * kWideTiles : kWideTiles, groups = (end - begin + most - 1) / most;
+    const uint32_t groups = (end - begin + kWideTiles - 1) / kWideTiles;
     group = (end - begin + groups - 1) / groups;
   }
   // Of a slice: as many as fit a stage, of the input and of the weights.
   MK_DEVICE uint32_t slice_units(uint32_t count_of_tiles) const {
-    const uint32_t weights = tasks::least(count_of_tiles, kWideTiles) * 512, most = (chunks + kConsumers - 1) / kConsumers;
-    return tasks::least(units, kStageBytes / (tasks::most(row_bytes, weights) * most));
+    const uint32_t chunk_bytes = tasks::most(row_bytes, count_of_tiles * 512), most = (chunks + kConsumers - 1) / kConsumers;
+    return tasks::least(units, kStageBytes / (chunk_bytes * most));
   }
 };
 
@@ -89,11 +89,6 @@ struct Slices {
   MK_DEVICE Slices(const WideShape<kDealt>& of, uint32_t from) : shape(of), place(from) { begin_group(); }
   MK_DEVICE bool done() const { return place >= shape.end; }
   MK_DEVICE uint32_t chunk() const { return first * shape.units + unit * count; }  // of the packed input
-  // Tiles whose weights are in the slice's first stage of weights, and in its second, which most have not.
-  MK_DEVICE uint32_t first_tiles() const { return kDealt ? tasks::least(group, kWideTiles) : group; }
-  MK_DEVICE uint32_t more_tiles() const { return group - first_tiles(); }
-  MK_DEVICE uint32_t stages() const { return more_tiles() > 0 ? 3 : 2; }
-
   MK_DEVICE void next() {
     if (!next_unit() && !next_share()) next_group();
   }
@@ -138,71 +133,29 @@ struct Slices {
   }
 };
 
-// Slices and their stages: of each slice the weights, filled by the producer, then the input, filled by a loader, then, of
-// more than kWideTiles tiles, the other weights. So each may be as far ahead as the ring allows. Who fills a stage has
-// waited for one at most a lap before it, and stages are given back in this order: so he is never two phases behind.
+// Slices and their stages: of each slice the weights, filled by the producer, then the input, filled by a loader. So each
+// may be as far ahead as the ring allows. Who fills a stage has waited for one at most a lap before it, and stages are given
+// back in this order: so he is never two phases behind.
 struct WideOrder {
   RingPlace at;
 
   MK_DEVICE WideOrder(const RingPlace& first) : at(first) {}
-  MK_DEVICE RingPlace stage(uint32_t i) const {
-    const uint32_t slot = at.slot + i;
+  MK_DEVICE RingPlace weights() const { return at; }
+  MK_DEVICE RingPlace input() const { return later(1); }
+  MK_DEVICE void next() { at = later(2); }
+  MK_DEVICE Ring end() const { return {at, kStages}; }  // when all are taken
+
+ private:
+  MK_DEVICE RingPlace later(uint32_t stages) const {
+    const uint32_t slot = at.slot + stages;
     return slot < kStages ? RingPlace{slot, at.parity} : RingPlace{slot - kStages, at.parity ^ 1};
   }
-  MK_DEVICE RingPlace weights() const { return at; }
-  MK_DEVICE RingPlace input() const { return stage(1); }
-  MK_DEVICE RingPlace more() const { return stage(2); }
-  MK_DEVICE void next(uint32_t stages) { at = stage(stages); }
-  MK_DEVICE Ring end() const { return {at, kStages}; }  // when all are taken
 };
 
-// ------------------------------------------------------------------------------------------------ producer
-// Weights, and the stages for the input left out. It counts no copies on their way, the ring is bound enough.
-template <bool kSampled, bool kDealt>
-__device__ __noinline__ void produce_wide() {
-  Producer p;
-  p.load();
-  Block& b = block();
-  const MatrixFields& f = matrix_fields(p.w);
-  const WideShape<kDealt> shape(*p.w.record, f, padded_rows(p.w, kSampled));
-  const uint32_t unit_bytes = f.k_unit * 16, lane = p.w.warp_lane();
-  const uint64_t tile_bytes = uint64_t(unit_bytes) * f.units;
-  WideOrder order(p.head);
-  Slices<kDealt> at(shape);
-#pragma unroll 1
-  while (!at.done()) {
-    // One lane a piece: a tile's part of a unit.
-    const char* group = tasks::weights<char>(p.w, f.weight) + at.tile * tile_bytes;
-    const auto piece = [&](uint32_t first, uint32_t tiles) {
-      const uint32_t unit = lane / tiles;
-      return group + (first + lane - unit * tiles) * tile_bytes + unit * unit_bytes;
-    };
-    const auto put = [&](const RingPlace& to, const char* from, uint32_t tiles) {
-      p.w.watch_barrier<true>(&b.empty[to.slot], to.parity ^ 1);
-      set_copying(to.slot, to.parity);
-      copy_pieces(b.ring[to.slot], from + (at.unit * unit_bytes + at.first * 512), at.count * 512, at.now * tiles,
-                  &b.full[to.slot], p.policy);
-    };
-    const uint32_t tiles = at.first_tiles(), others = at.more_tiles(), stages = at.stages();
-    const char* from = piece(0, tiles);
-    const char* more_from = kDealt && others > 0 ? piece(tiles, others) : nullptr;
-    do {
-      put(order.weights(), from, tiles);
-      if (kDealt && others > 0) put(order.more(), more_from, others);
-      order.next(stages);
-    } while (at.next_unit() || at.next_share());
-    at.next_group();
-  }
-  p.head = p.tail = order.end();
-  p.in_flight = 0;
-  trace::passed(p.w);
-  p.save();
-}
-
 // ------------------------------------------------------------------------------------------------ a warp's part
-// Which tiles of rows and of weights a warp has: up to two of rows and two of weights, or four in groups of two stages.
+// Which tiles of rows and of weights a warp has: up to two of either.
 struct WidePart {
-  static constexpr uint32_t kMostRows = 2, kRowStride = 2, kTileStride = 4;
+  static constexpr uint32_t kMost = 2, kRowStride = 2, kTileStride = 4;
   uint32_t first_rows, first_tile, row_tiles, tiles;
 
   MK_DEVICE WidePart(uint32_t warp, uint32_t padded, uint32_t group) {
@@ -216,7 +169,7 @@ struct WidePart {
     } else {
       first_rows = warp % 2, first_tile = warp / 2;
       row_tiles = first_rows + kRowStride < all ? 2 : 1;
-      tiles = first_tile >= group ? 0 : (group - first_tile + kTileStride - 1) / kTileStride;
+      tiles = first_tile >= group ? 0 : group > first_tile + kTileStride ? 2 : 1;
     }
     if (tiles == 0 || row_tiles == 0) tiles = row_tiles = 0;
   }
@@ -224,10 +177,7 @@ struct WidePart {
   MK_DEVICE uint32_t tile(uint32_t j) const { return first_tile + j * kTileStride; }
 };
 
-constexpr uint32_t kPartTiles = kWideTiles / WidePart::kTileStride;  // of a warp in one stage
-
-template <uint32_t kRowTiles, uint32_t kTiles>
-using WideChains = Chains[kRowTiles][kTiles];
+using WideChains = Chains[WidePart::kMost][WidePart::kMost];
 
 }  // namespace megakernel::dev
 
@@ -237,26 +187,17 @@ using WideChains = Chains[kRowTiles][kTiles];
 namespace megakernel::dev {
 
 // ------------------------------------------------------------------------------------------------ consumer
-// What lies where of a slice's unit, for one warp: its rows of the input, its weights in the slice's first stage of them,
-// and in the second.
-struct WidePlace {
-  const uint8_t *input, *weights, *more;
-  uint32_t row_bytes, count;  // of a chunk, chunks
-};
-
-// One chunk; the same of the warp's second tile of weights in a stage is `tile_bytes` further.
-template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles, class D>
-MK_DEVICE void multiply_part(D& d, const WidePlace& at, uint32_t c, uint32_t tile_bytes) {
+// One chunk; the same of the warp's second tile of weights is `tile_bytes` further.
+template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles>
+MK_DEVICE void multiply_part(WideChains& d, const uint8_t* input, const uint8_t* weights, uint32_t tile_bytes) {
   Quad a[kRowTiles][2], b[kTiles];
 #pragma unroll
   for (uint32_t i = 0; i < kRowTiles; ++i) {
-    const uint8_t* from = at.input + c * at.row_bytes + i * (WidePart::kRowStride * 1024);
+    const uint8_t* from = input + i * (WidePart::kRowStride * 1024);
     a[i][0] = *reinterpret_cast<const Quad*>(from), a[i][1] = *reinterpret_cast<const Quad*>(from + 512);
   }
 #pragma unroll
-  for (uint32_t j = 0; j < kTiles; ++j) {
-    b[j] = *reinterpret_cast<const Quad*>((j < kPartTiles ? at.weights : at.more) + c * 512 + j % kPartTiles * tile_bytes);
-  }
+  for (uint32_t j = 0; j < kTiles; ++j) b[j] = *reinterpret_cast<const Quad*>(weights + j * tile_bytes);
 #pragma unroll
   for (uint32_t i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -267,46 +208,55 @@ MK_DEVICE void multiply_part(D& d, const WidePlace& at, uint32_t c, uint32_t til
   }
 }
 
-// A warp's part of a unit of a slice: most units have four chunks of a share.
-template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles, class D>
-MK_DEVICE void multiply_unit(D& d, const WidePlace& at) {
-  if (at.count == kMaxChunks) {
-#pragma unroll
+// A warp's part of a unit of a slice: most units have four chunks of a share. Two at a time: with more on their way what
+// lives through the product would not stay in registers.
+template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles>
+MK_DEVICE void multiply_unit(WideChains& d, const uint8_t* input, const uint8_t* weights, uint32_t row_bytes, uint32_t count) {
+  if (count == kMaxChunks) {
+#pragma unroll 2
     for (uint32_t c = 0; c < kMaxChunks; ++c) {
-      multiply_part<kHalf, kRowTiles, kTiles>(d, at, c, WidePart::kTileStride * kMaxChunks * 512);
+      multiply_part<kHalf, kRowTiles, kTiles>(
+          d, input + c * row_bytes, weights + c * 512, WidePart::kTileStride * kMaxChunks * 512);
     }
     return;
   }
 #pragma unroll 1
-  for (uint32_t c = 0; c < at.count; ++c) {
-    multiply_part<kHalf, kRowTiles, kTiles>(d, at, c, WidePart::kTileStride * at.count * 512);
+  for (uint32_t c = 0; c < count; ++c) {
+    multiply_part<kHalf, kRowTiles, kTiles>(d, input + c * row_bytes, weights + c * 512, WidePart::kTileStride * count * 512);
   }
 }
 
-// One slice, and its stages are free again. multiply(WidePlace): a unit of it.
-template <bool kDealt, class F>
-MK_DEVICE void take_slice(Worker& w, const WideOrder& order, const Slices<kDealt>& slice, const WidePart& part, F multiply) {
-  const RingPlace weights = order.weights(), input = order.input(), more = order.more();
-  const bool two = slice.more_tiles() > 0;
-  w.wait_barrier(&block().full[weights.slot], weights.parity);
-  w.wait_barrier(&block().full[input.slot], input.parity);
-  if (two) w.wait_barrier(&block().full[more.slot], more.parity);
+// One slice, and its stages are free again.
+template <bool kHalf, bool kDealt>
+MK_DEVICE void take_slice(
+    Worker& w, const WideOrder& order, const Slices<kDealt>& at, const WidePart& part, WideChains& d) {
+  const RingPlace own = order.weights(), rows = order.input();
+  w.wait_barrier(&block().full[own.slot], own.parity);
+  w.wait_barrier(&block().full[rows.slot], rows.parity);
   trace::ready(w, abi::Role::kConsumer);
-  const uint32_t count = slice.count, own = part.first_tile * count * 512 + w.warp_lane() * 16;
-  WidePlace at = {block().ring[input.slot] + part.first_rows * 1024 + w.warp_lane() * 16, block().ring[weights.slot] + own,
-                  block().ring[more.slot] + own, slice.shape.row_bytes, count};
+  const uint8_t* input = block().ring[rows.slot] + part.first_rows * 1024 + w.warp_lane() * 16;
+  const uint8_t* weights = block().ring[own.slot] + part.first_tile * at.count * 512 + w.warp_lane() * 16;
+  const uint32_t row_bytes = at.shape.row_bytes;
 #pragma unroll 1
-  for (uint32_t unit = 0; unit < slice.now; ++unit) {
-    multiply(at);
-    at.input += count * at.row_bytes;
-    at.weights += slice.first_tiles() * count * 512;
-    if (kDealt) at.more += slice.more_tiles() * count * 512;
+  for (uint32_t unit = 0; unit < at.now; ++unit) {
+    if (part.row_tiles == 2) {
+      if (part.tiles == 2) {
+        multiply_unit<kHalf, 2, 2>(d, input, weights, row_bytes, at.count);
+      } else {
+        multiply_unit<kHalf, 2, 1>(d, input, weights, row_bytes, at.count);
+      }
+    } else if (part.tiles == 2) {
+      multiply_unit<kHalf, 1, 2>(d, input, weights, row_bytes, at.count);
+    } else if (part.tiles == 1) {
+      multiply_unit<kHalf, 1, 1>(d, input, weights, row_bytes, at.count);
+    }
+    input += at.count * row_bytes;
+    weights += at.group * at.count * 512;
   }
   __syncwarp();
   if (arrives()) {
-    barrier_arrive(&block().empty[weights.slot]);
-    barrier_arrive(&block().empty[input.slot]);
-    if (two) barrier_arrive(&block().empty[more.slot]);
+    barrier_arrive(&block().empty[own.slot]);
+    barrier_arrive(&block().empty[rows.slot]);
   }
 }
 
@@ -320,36 +270,23 @@ __device__ __noinline__ void consume_wide() {
   const MatrixFields& f = matrix_fields(w);
   const PackedInput packed(w, f, flags.sampled());
   WideStorer<kFlags> out(w, f, packed);
+  out.begin();
   const WideShape<false> shape(record, f, packed.padded);
   WideOrder order(c.ring);
-  Slices<false> at(shape);
   meet_loaders(c);
 #pragma unroll 1
-  while (!at.done()) {
+  for (Slices<false> at(shape); !at.done(); at.next_group()) {
     const WidePart part(w.warp(), packed.padded, at.group);
     WideSums sums = {};
     do {
-      WideChains<WidePart::kMostRows, kPartTiles> d = {};
+      WideChains d = {};
       do {
-        take_slice(w, order, at, part, [&](const WidePlace& place) {
-          if (part.row_tiles == 2) {
-            if (part.tiles == 2) {
-              multiply_unit<kHalf, 2, 2>(d, place);
-            } else {
-              multiply_unit<kHalf, 2, 1>(d, place);
-            }
-          } else if (part.tiles == 2) {
-            multiply_unit<kHalf, 1, 2>(d, place);
-          } else if (part.tiles == 1) {
-            multiply_unit<kHalf, 1, 1>(d, place);
-          }
-        });
-        order.next(2);
+        take_slice<kHalf>(w, order, at, part, d);
+        order.next();
       } while (at.next_unit());
       add_chains(sums, d);
     } while (at.next_share());
     out.put(part, sums, at.tile);
-    at.next_group();
   }
   c.ring = order.end();
   out.end(record);
@@ -358,82 +295,30 @@ __device__ __noinline__ void consume_wide() {
 }
 
 // ------------------------------------------------------------------------------------------------ dealt products
-// A warp's chains of the group of (share, tile) at `place`; where the next one is. Beside them there is little room for
-// registers: so nothing else lives here, and how many they are is known.
-template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles>
-__device__ __noinline__ uint32_t multiply_dealt(uint32_t place) {
+// The chains of this worker's (share, tile).
+template <bool kHalf>
+__device__ __noinline__ void consume_dealt() {
   Consumer c;
   c.load();
   Worker& w = c.w;
   const MatrixFields& f = matrix_fields(w);
   const uint32_t padded = padded_rows(w, false);
   const WideShape<true> shape(*w.record, f, padded);
-  Slices<true> at(shape, place);
-  const WidePart part(w.warp(), padded, at.group);
   WideOrder order(c.ring);
-  WideChains<kRowTiles, kTiles> d = {};
-  do {
-    take_slice(w, order, at, part, [&](const WidePlace& place) { multiply_unit<kHalf, kRowTiles, kTiles>(d, place); });
-    order.next(at.stages());
-  } while (at.next_unit());
-  PartSums(PackedInput(w, f, false), f).put<kRowTiles, kTiles>(part, at.tile, at.share, d);
-  w.state_to_write().ring = order.at;
-  __syncwarp();
-  return at.place + at.group;
-}
-// Of a warp that has none: the stages go on.
-__device__ __noinline__ uint32_t pass_dealt(uint32_t place) {
-  Consumer c;
-  c.load();
-  Worker& w = c.w;
-  const WideShape<true> shape(*w.record, matrix_fields(w), padded_rows(w, false));
-  Slices<true> at(shape, place);
-  WideOrder order(c.ring);
-  do {
-    take_slice(w, order, at, WidePart(w.warp(), 0, 0), [](const WidePlace&) {});
-    order.next(at.stages());
-  } while (at.next_unit());
-  w.state_to_write().ring = order.at;
-  __syncwarp();
-  return at.place + at.group;
-}
-
-template <bool kHalf, uint32_t kRowTiles>
-MK_DEVICE uint32_t multiply_dealt(uint32_t tiles, uint32_t place) {
-  if (tiles == 4) return multiply_dealt<kHalf, kRowTiles, 4>(place);
-  if (tiles == 3) return multiply_dealt<kHalf, kRowTiles, 3>(place);
-  if (tiles == 2) return multiply_dealt<kHalf, kRowTiles, 2>(place);
-  return multiply_dealt<kHalf, kRowTiles, 1>(place);
-}
-
-template <bool kHalf>
-MK_DEVICE uint32_t multiply_group(uint32_t place) {
-  const Loaded w;
-  const uint32_t padded = padded_rows(w, false);
-  const WideShape<true> shape(*w.record, matrix_fields(w), padded);
-  const Slices<true> at(shape, place);
-  const WidePart part(w.warp(), padded, at.group);
-  if (part.tiles == 0) return pass_dealt(at.place);
-  if (part.row_tiles == 2) return multiply_dealt<kHalf, 2>(part.tiles, at.place);
-  return multiply_dealt<kHalf, 1>(part.tiles, at.place);
-}
-
-template <bool kHalf>
-__device__ __noinline__ void consume_dealt() {
-  {
-    Consumer c;
-    c.load();
-    meet_loaders(c);
-    c.save();
-  }
-  const auto end = [] { return (own_state().record->tile_begin + own_state().record->tile_count) * kConsumers; };
+  meet_loaders(c);
 #pragma unroll 1
-  for (uint32_t place = own_state().record->tile_begin * kConsumers; place < end();) place = multiply_group<kHalf>(place);
-  Consumer c;
-  c.load();
-  Worker& w = c.w;
+  for (Slices<true> at(shape); !at.done(); at.next_group()) {
+    const WidePart part(w.warp(), padded, at.group);
+    WideChains d = {};
+    do {
+      take_slice<kHalf>(w, order, at, part, d);
+      order.next();
+    } while (at.next_unit());
+    PartSums(PackedInput(w, f, false), f).put(part, at.tile, at.share, d);
+  }
+  c.ring = order.end();
   w.sync();
-  if (w.lane() == 0) add_release(counter_of(w, sums_counter(w)), uint64_t(kConsumers * w.record->tile_count) * w.header->rows);
+  if (w.lane() == 0) add_release(counter_of(w, sums_counter(w)), uint64_t(shape.end - shape.begin) * w.header->rows);
   c.save();
 }
 
@@ -454,21 +339,55 @@ __device__ __noinline__ void finish_dealt() {
     const WidePart part(w.warp(), packed.padded, tasks::least(kWideTiles, record.tile_count - tile));
     const float own = out.own_factor(part);
 #pragma unroll 1
-    for (uint32_t j = 0; j < kPartTiles; ++j) {
+    for (uint32_t n = 0; n < WidePart::kMost * WidePart::kMost; ++n) {
+      const uint32_t j = n / WidePart::kMost, i = n % WidePart::kMost;
       const uint32_t at = record.tile_begin + tile + part.tile(j);
-      typename WideStorer<kFlags>::Residual residual;
-      if (j < part.tiles) out.fetch_residual(part, at, residual);
+      const bool own_part = j < part.tiles && i < part.row_tiles;
+      typename WideStorer<kFlags>::Residual residual[1];
+      if (own_part) out.fetch_residual(part, i, at, residual);
       if (!there) await_sums(w, (f.n + 7) / 8);
       there = true;
-      if (j >= part.tiles) continue;
-      TileSums sums;
-      parts.add(part, at, sums);
-      out.put(part, at, sums, own, residual);
+      if (own_part) out.put(part, i, at, parts.sum(at, part.row_tile(i)), own, residual[0]);
     }
   }
   out.end(record);
   meet_loaders(c);
   c.save();
+}
+
+// ------------------------------------------------------------------------------------------------ producer
+// Weights, each slice's to a stage, and a stage for the input left out behind each. It counts no copies on their way, the ring is bound enough.
+template <bool kSampled, bool kDealt>
+__device__ __noinline__ void produce_wide() {
+  Producer p;
+  p.load();
+  Block& b = block();
+  const MatrixFields& f = matrix_fields(p.w);
+  const WideShape<kDealt> shape(*p.w.record, f, padded_rows(p.w, kSampled));
+  const uint32_t unit_bytes = f.k_unit * 16, lane = p.w.warp_lane();
+  const uint64_t tile_bytes = uint64_t(unit_bytes) * f.units;
+  const char* weights = tasks::weights<char>(p.w, f.weight);
+  WideOrder order(p.head);
+  Slices<kDealt> at(shape);
+#pragma unroll 1
+  while (!at.done()) {
+    // One lane a piece: a tile's part of a unit.
+    const uint32_t tiles = at.group, unit = lane / tiles;
+    const char* from = weights + (at.tile + lane - unit * tiles) * tile_bytes + unit * unit_bytes;
+    do {
+      const RingPlace to = order.weights();
+      p.w.watch_barrier<true>(&b.empty[to.slot], to.parity ^ 1);
+      set_copying(to.slot, to.parity);
+      copy_pieces(b.ring[to.slot], from + (at.unit * unit_bytes + at.first * 512), at.count * 512, at.now * tiles,
+                  &b.full[to.slot], p.policy);
+      order.next();
+    } while (at.next_unit() || at.next_share());
+    at.next_group();
+  }
+  p.head = p.tail = order.end();
+  p.in_flight = 0;
+  trace::passed(p.w);
+  p.save();
 }
 
 }  // namespace megakernel::dev

@@ -25,7 +25,7 @@ MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, const WideShape<
   const uint64_t keep = keeping_policy();
   WideOrder order(b.state[0].ring);
 #pragma unroll 1
-  for (Slices<kDealt> at(shape); !at.done(); order.next(at.stages()), at.next()) {
+  for (Slices<kDealt> at(shape); !at.done(); at.next(), order.next()) {
     const RingPlace to = order.input();
     w.watch_barrier(&b.empty[to.slot], to.parity ^ 1);
     set_copying(to.slot, to.parity);

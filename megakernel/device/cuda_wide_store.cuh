@@ -4,17 +4,16 @@
 
 namespace megakernel::dev {
 
-using TileSums = float[WidePart::kMostRows][4];  // of one tile of weights
-using WideSums = TileSums[kPartTiles];
+using WideSums = float[WidePart::kMost][WidePart::kMost][4];
 
 // One share's chains, which begin anew.
-MK_DEVICE void add_chains(WideSums& sums, const WideChains<WidePart::kMostRows, kPartTiles>& d) {
+MK_DEVICE void add_chains(WideSums& sums, const WideChains& d) {
 #pragma unroll
-  for (uint32_t i = 0; i < WidePart::kMostRows; ++i) {
+  for (uint32_t i = 0; i < WidePart::kMost; ++i) {
 #pragma unroll
-    for (uint32_t j = 0; j < kPartTiles; ++j) {
+    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
 #pragma unroll
-      for (uint32_t e = 0; e < 4; ++e) sums[j][i][e] += d[i][j][0][e] + d[i][j][1][e];
+      for (uint32_t e = 0; e < 4; ++e) sums[i][j][e] += d[i][j][0][e] + d[i][j][1][e];
     }
   }
 }
@@ -31,35 +30,30 @@ struct PartSums {
     return base + uint64_t((tile * kConsumers + share) * row_tiles + row_tile) * 512;
   }
 
-  template <uint32_t kRowTiles, uint32_t kTiles>
-  MK_DEVICE void put(
-      const WidePart& part, uint32_t first_tile, uint32_t share, const WideChains<kRowTiles, kTiles>& d) const {
+  MK_DEVICE void put(const WidePart& part, uint32_t first_tile, uint32_t share, const WideChains& d) const {
 #pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) {
+    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
+      if (j >= part.tiles) break;
 #pragma unroll
-      for (uint32_t i = 0; i < kRowTiles; ++i) {
+      for (uint32_t i = 0; i < WidePart::kMost; ++i) {
+        if (i >= part.row_tiles) break;
         const auto sum = [&](uint32_t e) { return as_bits(d[i][j][0][e] + d[i][j][1][e]); };
         *reinterpret_cast<Quad*>(at(first_tile + part.tile(j), share, part.row_tile(i))) = {sum(0), sum(1), sum(2), sum(3)};
       }
     }
   }
 
-  // Of one tile, in the order of the shares, as `add_chains` has them.
-  MK_DEVICE void add(const WidePart& part, uint32_t tile, TileSums& sums) const {
+  // In the order of the shares, as `add_chains` has them.
+  MK_DEVICE float4 sum(uint32_t tile, uint32_t row_tile) const {
+    Quad v[kConsumers];
 #pragma unroll
-    for (uint32_t i = 0; i < WidePart::kMostRows; ++i) {
+    for (uint32_t s = 0; s < kConsumers; ++s) v[s] = load_quad(at(tile, s, row_tile));
+    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-      for (uint32_t e = 0; e < 4; ++e) sums[i][e] = 0.0f;
-      if (i >= part.row_tiles) break;
-      Quad v[kConsumers];
-#pragma unroll
-      for (uint32_t s = 0; s < kConsumers; ++s) v[s] = load_quad(at(tile, s, part.row_tile(i)));
-#pragma unroll
-      for (uint32_t s = 0; s < kConsumers; ++s) {
-        sums[i][0] += as_float(v[s].x), sums[i][1] += as_float(v[s].y);
-        sums[i][2] += as_float(v[s].z), sums[i][3] += as_float(v[s].w);
-      }
+    for (uint32_t s = 0; s < kConsumers; ++s) {
+      out.x += as_float(v[s].x), out.y += as_float(v[s].y), out.z += as_float(v[s].z), out.w += as_float(v[s].w);
     }
+    return out;
   }
 };
 
@@ -79,6 +73,7 @@ struct WideStorer {
   static constexpr MatrixFlags flags{kFlags};
   static constexpr uint32_t kWidth = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
   static constexpr bool kResidual = flags.epilogue() == tasks::Epilogue::kResidual;
+  using Residual = float[2][2];  // what is added to a lane's elements of a tile
   Worker& w;
   const MatrixFields& f;
   const PackedInput& packed;
@@ -87,7 +82,10 @@ struct WideStorer {
 
   MK_DEVICE WideStorer(Worker& worker, const MatrixFields& fields, const PackedInput& input)
       : w(worker), f(fields), packed(input), rows(matrix_rows(worker, flags.sampled())), inverse_k(1.0f / float(fields.k)),
-        scale(fields.scale) {
+        scale(fields.scale) {}
+
+  // Before the first tile.
+  MK_DEVICE void begin() {
     if constexpr (flags.sampled()) {
       if (w.lane() < rows) best()[w.lane()] = 0;
       w.sync();
@@ -104,11 +102,17 @@ struct WideStorer {
     if (part.tiles == 0) return;
     const float own = own_factor(part);
 #pragma unroll
-    for (uint32_t j = 0; j < kPartTiles; ++j) {
+    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
       if (j >= part.tiles) break;
-      Residual residual;
-      fetch_residual(part, first_tile + part.tile(j), residual);
-      put(part, first_tile + part.tile(j), sums[j], own, residual);
+      const uint32_t tile = first_tile + part.tile(j);
+      Residual residual[WidePart::kMost];
+      fetch_residual(part, 0, tile, residual);
+#pragma unroll
+      for (uint32_t i = 0; i < WidePart::kMost; ++i) {
+        if (i >= part.row_tiles) break;
+        const float(&v)[4] = sums[i][j];
+        put(part, i, tile, make_float4(v[0], v[1], v[2], v[3]), own, residual[i]);
+      }
     }
   }
 
@@ -117,25 +121,24 @@ struct WideStorer {
     return factor(part.row_tile(w.warp_lane() / 16) * 16 + w.warp_lane() % 16);
   }
 
-  // One tile.
-  using Residual = float[2 * WidePart::kMostRows][2];
-  MK_DEVICE void put(const WidePart& part, uint32_t tile, const TileSums& sums, float own, const Residual& residual) {
+  // One tile of weights and the i-th tile of rows of a warp.
+  MK_DEVICE void put(
+      const WidePart& part, uint32_t i, uint32_t tile, const float4& sums, float own, const Residual& residual) {
     const uint32_t g = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2, column = tile * kWidth + pair;
+    const float all[4] = {sums.x, sums.y, sums.z, sums.w};
     float bias[2] = {0.0f, 0.0f};
     if constexpr (flags.bias()) {
       const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
       bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
     }
 #pragma unroll
-    for (uint32_t k = 0; k < 4; ++k) {
-      const uint32_t i = k / 2, h = k % 2;
-      if (i >= part.row_tiles) break;
+    for (uint32_t h = 0; h < 2; ++h) {
       const uint32_t row = part.row_tile(i) * 16 + h * 8 + g;
       const float scaled = flags.norm() ? __shfl_sync(0xffffffffu, own, i * 16 + h * 8 + g) : 1.0f;
       unsigned long long largest = 0;
 #pragma unroll
       for (uint32_t e = 0; e < 2; ++e) {
-        const float v = finish((total(sums[i][h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[k][e] : 0.0f);
+        const float v = finish((total(all[h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[h][e] : 0.0f);
         const bool active = pair + e < kWidth && column + e < f.n && row < rows;
         float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column + e;
         if (active && flags.sampled()) *out = v;
@@ -146,22 +149,23 @@ struct WideStorer {
     }
   }
 
-  // What is added to a tile: of the rows of a lane, two columns each.
-  MK_DEVICE void fetch_residual(const WidePart& part, uint32_t tile, Residual& out) {
+  // What is added to a tile of weights: of kRowTiles tiles of rows from the i-th of a warp on, of those that it has.
+  template <uint32_t kRowTiles>
+  MK_DEVICE void fetch_residual(const WidePart& part, uint32_t i, uint32_t tile, Residual (&out)[kRowTiles]) {
     if constexpr (!kResidual) return;
     const uint32_t column = tile * kWidth + w.warp_lane() % 4 * 2;
-    uint32_t v[4][2];
+    uint32_t v[2 * kRowTiles][2];
     const float* from = tasks::workspace<const float>(w, f.residual) + column;
     auto ask = [&](uint32_t k, uint32_t e) {
-      const uint32_t row = part.row_tile(k / 2) * 16 + k % 2 * 8 + w.warp_lane() / 4;
-      return k / 2 < part.row_tiles && row < rows && column + e < f.n ? load_word(from + uint64_t(row) * f.n + e) : 0;
+      const uint32_t row = part.row_tile(i + k / 2) * 16 + k % 2 * 8 + w.warp_lane() / 4;
+      return i + k / 2 < part.row_tiles && row < rows && column + e < f.n ? load_word(from + uint64_t(row) * f.n + e) : 0;
     };
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) v[i / 2][i % 2] = ask(i / 2, i % 2);
-    const auto missing = [&](uint32_t i) { return v[i / 2][i % 2] == kInvalid; };
-    await_all<8>(w, missing, [&](uint32_t i) { v[i / 2][i % 2] = ask(i / 2, i % 2); }, 0);
+    for (uint32_t n = 0; n < 4 * kRowTiles; ++n) v[n / 2][n % 2] = ask(n / 2, n % 2);
+    const auto missing = [&](uint32_t n) { return v[n / 2][n % 2] == kInvalid; };
+    await_all<4 * kRowTiles>(w, missing, [&](uint32_t n) { v[n / 2][n % 2] = ask(n / 2, n % 2); }, 0);
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) out[i / 2][i % 2] = as_float(v[i / 2][i % 2]);
+    for (uint32_t n = 0; n < 4 * kRowTiles; ++n) out[n / 4][n / 2 % 2][n % 2] = as_float(v[n / 2][n % 2]);
   }
 
   MK_DEVICE void end(const abi::Record& record) {
