@@ -152,7 +152,10 @@ struct Core<tasks::Matmul<kConfig>> {
 
   MK_DEVICE static void produce() {
     if constexpr (kWide) {
-      if (needs_header() && wide()) return produce_wide<kConfig.sampled, kConfig.dealt>();
+      if (needs_header() && wide()) {
+        if constexpr (kConfig.dealt) return produce_dealt();
+        return produce_wide<kConfig.sampled>();
+      }
     }
     if (!kConfig.sampled || block().header[block().state[threadIdx.x / 32].step & 1].sampled > 0) produce_rows();
   }

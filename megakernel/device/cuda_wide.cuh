@@ -11,7 +11,7 @@
 // into their rings. The producer brings the weights alone, so it waits for nothing but room.
 //
 // A worker with two tiles would bring a long input for little. So a product may be dealt by shares (builder/dealing.py): a
-// worker multiplies as many (share, tile) as its own tiles have, but most of one share, publishes the chains of each for all
+// worker multiplies as many (share, tile) as its own tiles have, but most of one share, publishes the sums of each for all
 // rows, and adds up those of its own tiles when all have said on a counter that theirs are there: the same sums in the same
 // order. The weights that it multiplies are other workers' tiles, which nobody has to be asked for.
 #pragma once
@@ -58,21 +58,15 @@ struct PackedInput {
 MK_DEVICE uint32_t packed_counter(const Worker& w) { return w.args.counter_count - 1 - 2 * w.record->node; }
 MK_DEVICE uint32_t sums_counter(const Worker& w) { return packed_counter(w) - 1; }
 
-// What of a product a record's worker multiplies, in groups of tiles: all shares of its own tiles. Of one that is dealt as
-// many (share, tile) out of all, share by share.
-template <bool kDealt>
+// How a record's tiles go in groups, and how many units of a share make a slice: as many as fit a stage.
 struct WideShape {
-  uint32_t chunks, units, row_bytes;  // row_bytes: of a chunk of the input
-  uint32_t tiles, begin, end, group;  // tiles: of the product
+  uint32_t chunks, units, tiles, group, row_bytes;  // row_bytes: of a chunk of the input
 
   MK_DEVICE WideShape(const abi::Record& record, const MatrixFields& f, uint32_t padded)
-      : chunks(f.k_unit / 32), units(f.units), row_bytes(padded * 64), tiles((f.n + 7) / 8), begin(record.tile_begin),
-        end(record.tile_begin + record.tile_count) {
-    if constexpr (kDealt) begin *= kConsumers, end *= kConsumers;
-    const uint32_t groups = (end - begin + kWideTiles - 1) / kWideTiles;
-    group = (end - begin + groups - 1) / groups;
+      : chunks(f.k_unit / 32), units(f.units), tiles(record.tile_count), row_bytes(padded * 64) {
+    const uint32_t groups = (tiles + kWideTiles - 1) / kWideTiles;
+    group = (tiles + groups - 1) / groups;
   }
-  // Of a slice: as many as fit a stage, of the input and of the weights.
   MK_DEVICE uint32_t slice_units(uint32_t count_of_tiles) const {
     const uint32_t chunk_bytes = tasks::most(row_bytes, count_of_tiles * 512), most = (chunks + kConsumers - 1) / kConsumers;
     return tasks::least(units, kStageBytes / (chunk_bytes * most));
@@ -80,48 +74,37 @@ struct WideShape {
 };
 
 // The slices of a record in order: groups of tiles, shares, units.
-template <bool kDealt>
 struct Slices {
-  const WideShape<kDealt>& shape;
-  uint32_t place, tile, group, each, share, unit, now, first, count;  // now: units of this slice
+  const WideShape& shape;
+  uint32_t tile = 0, group, each, share = 0, unit = 0, now, first = 0, count = 0;  // now: units of this slice
 
-  MK_DEVICE Slices(const WideShape<kDealt>& of) : Slices(of, of.begin) {}
-  MK_DEVICE Slices(const WideShape<kDealt>& of, uint32_t from) : shape(of), place(from) { begin_group(); }
-  MK_DEVICE bool done() const { return place >= shape.end; }
+  MK_DEVICE Slices(const WideShape& of) : shape(of) { begin_group(); }
+  MK_DEVICE uint32_t row_bytes() const { return shape.row_bytes; }
+  MK_DEVICE bool done() const { return tile >= shape.tiles; }
   MK_DEVICE uint32_t chunk() const { return first * shape.units + unit * count; }  // of the packed input
+  MK_DEVICE bool ends_share() const { return unit + now == shape.units; }
+  MK_DEVICE bool ends_group() const { return ends_share() && first + count == shape.chunks; }
+
   MK_DEVICE void next() {
-    if (!next_unit() && !next_share()) next_group();
-  }
-  // The next slice of the share, if there is one; the first of the next share of the group; of the next group.
-  MK_DEVICE bool next_unit() {
     unit += now;
+    if (unit == shape.units) {
+      unit = 0;
+      if (first + count == shape.chunks) {
+        share = 0;
+        tile += group;
+        begin_group();
+        return;
+      }
+      ++share;
+      begin_share();
+    }
     now = tasks::least(each, shape.units - unit);
-    return now > 0;
-  }
-  MK_DEVICE bool next_share() {
-    if (kDealt || first + count == shape.chunks) return false;
-    ++share;
-    begin_share();
-    unit = 0, now = each;
-    return true;
-  }
-  MK_DEVICE void next_group() {
-    place += group;
-    begin_group();
   }
 
  private:
   MK_DEVICE void begin_group() {
-    if (done()) return;
-    group = tasks::least(shape.group, shape.end - place);
-    tile = place, share = 0;
-    if constexpr (kDealt) {
-      share = place / shape.tiles;
-      tile = place - share * shape.tiles;
-      group = tasks::least(group, shape.tiles - tile);
-    }
-    unit = 0;
-    each = now = shape.slice_units(group);
+    group = tasks::least(shape.group, shape.tiles - tile);
+    each = now = done() ? 1 : shape.slice_units(group);
     begin_share();
   }
   // Of few chunks some shares have none.
@@ -129,7 +112,50 @@ struct Slices {
     do {
       first = share * shape.chunks / kConsumers;
       count = (share + 1) * shape.chunks / kConsumers - first;
-    } while (!kDealt && count == 0 && ++share < kConsumers);
+    } while (count == 0 && ++share < kConsumers);
+  }
+};
+
+// The same of a product that is dealt: of as many (share, tile) of the whole product, in this order, as the record's tiles
+// have. A group is of one share, which has chunks.
+struct DealtSlices {
+  uint32_t chunks, units, tiles, padded, place, end, most;
+  uint32_t tile, group, each, share, unit, now, first, count;
+
+  MK_DEVICE DealtSlices(const abi::Record& record, const MatrixFields& f, uint32_t rows)
+      : chunks(f.k_unit / 32), units(f.units), tiles((f.n + 7) / 8), padded(rows), place(record.tile_begin * kConsumers),
+        end(place + record.tile_count * kConsumers), most(kWideTiles) {
+    begin_group();
+  }
+  MK_DEVICE uint32_t row_bytes() const { return padded * 64; }
+  MK_DEVICE bool done() const { return place >= end; }
+  MK_DEVICE uint32_t chunk() const { return first * units + unit * count; }
+
+  // The next slice of the group, if there is one; the next group.
+  MK_DEVICE bool next_unit() {
+    unit += now;
+    now = tasks::least(each, units - unit);
+    return now > 0;
+  }
+  MK_DEVICE void next_group() {
+    place += group;
+    begin_group();
+  }
+  MK_DEVICE void next() {
+    if (!next_unit()) next_group();
+  }
+
+ private:
+  MK_DEVICE void begin_group() {
+    if (done()) return;
+    share = place / tiles;
+    tile = place - share * tiles;
+    group = tasks::least(most, tasks::least(end - place, tiles - tile));
+    first = share * chunks / kConsumers;
+    count = (share + 1) * chunks / kConsumers - first;
+    each = tasks::least(units, kStageBytes / (tasks::most(row_bytes(), group * 512) * count));
+    unit = 0;
+    now = each;
   }
 };
 
@@ -137,20 +163,87 @@ struct Slices {
 // may be as far ahead as the ring allows. Who fills a stage has waited for one at most a lap before it, and stages are given
 // back in this order: so he is never two phases behind.
 struct WideOrder {
-  RingPlace at;
+  Ring weights, input;
 
-  MK_DEVICE WideOrder(const RingPlace& first) : at(first) {}
-  MK_DEVICE RingPlace weights() const { return at; }
-  MK_DEVICE RingPlace input() const { return later(1); }
-  MK_DEVICE void next() { at = later(2); }
-  MK_DEVICE Ring end() const { return {at, kStages}; }  // when all are taken
+  MK_DEVICE WideOrder(Ring ring) : weights(ring), input(ring) { input.next(); }
+  MK_DEVICE void next() {
+    pass_two(weights);
+    pass_two(input);
+  }
+  MK_DEVICE Ring end() const { return weights; }  // when all are taken
 
  private:
-  MK_DEVICE RingPlace later(uint32_t stages) const {
-    const uint32_t slot = at.slot + stages;
-    return slot < kStages ? RingPlace{slot, at.parity} : RingPlace{slot - kStages, at.parity ^ 1};
+  MK_DEVICE static void pass_two(Ring& ring) {
+    ring.slot += 2;
+    if (ring.slot >= ring.end) ring.slot -= ring.end, ring.parity ^= 1;
   }
 };
+
+// ------------------------------------------------------------------------------------------------ producer
+// Weights, each slice's to a stage, and a stage for the input left out behind each. It counts no copies on their way, the
+// ring is bound enough.
+template <bool kSampled>
+__device__ __noinline__ void produce_wide() {
+  Producer p;
+  p.load();
+  Block& b = block();
+  const abi::Record& record = *p.w.record;
+  const MatrixFields& f = matrix_fields(p.w);
+  const WideShape shape(record, f, padded_rows(p.w, kSampled));
+  const uint32_t unit_bytes = f.k_unit * 16, lane = p.w.warp_lane();
+  const uint64_t tile_bytes = uint64_t(unit_bytes) * f.units;
+  const char* group = tasks::weights<char>(p.w, f.weight) + record.tile_begin * tile_bytes;
+  WideOrder order(p.head);
+  Slices at(shape);
+#pragma unroll 1
+  while (!at.done()) {
+    // One lane a piece: a tile's part of a unit.
+    const uint32_t tiles = at.group, unit = lane / tiles;
+    const char* from = group + (lane - unit * tiles) * tile_bytes + unit * unit_bytes;
+    group += tiles * tile_bytes;
+    for (bool more = true; more;) {
+      const Ring& to = order.weights;
+      p.w.watch_barrier<true>(&b.empty[to.slot], to.parity ^ 1);
+      set_copying(to.slot, to.parity);
+      copy_pieces(b.ring[to.slot], from + (at.unit * unit_bytes + at.first * 512), at.count * 512, at.now * tiles,
+                  &b.full[to.slot], p.policy);
+      more = !at.ends_group();
+      order.next();
+      at.next();
+    }
+  }
+  p.head = p.tail = order.end();
+  p.in_flight = 0;
+  trace::passed(p.w);
+  p.save();
+}
+
+__device__ __noinline__ void produce_dealt() {
+  Producer p;
+  p.load();
+  Block& b = block();
+  const MatrixFields& f = matrix_fields(p.w);
+  const uint32_t unit_bytes = f.k_unit * 16, lane = p.w.warp_lane();
+  const uint64_t tile_bytes = uint64_t(unit_bytes) * f.units;
+  WideOrder order(p.head);
+#pragma unroll 1
+  for (DealtSlices at(*p.w.record, f, padded_rows(p.w, false)); !at.done(); at.next_group()) {
+    const uint32_t unit = lane / at.group;
+    const char* from = tasks::weights<char>(p.w, f.weight) + (at.tile + lane - unit * at.group) * tile_bytes +
+        unit * unit_bytes + at.first * 512;
+    do {
+      const Ring& to = order.weights;
+      p.w.watch_barrier<true>(&b.empty[to.slot], to.parity ^ 1);
+      set_copying(to.slot, to.parity);
+      copy_pieces(b.ring[to.slot], from + at.unit * unit_bytes, at.count * 512, at.now * at.group, &b.full[to.slot], p.policy);
+      order.next();
+    } while (at.next_unit());
+  }
+  p.head = p.tail = order.end();
+  p.in_flight = 0;
+  trace::passed(p.w);
+  p.save();
+}
 
 // ------------------------------------------------------------------------------------------------ a warp's part
 // Which tiles of rows and of weights a warp has: up to two of either.
@@ -173,6 +266,7 @@ struct WidePart {
     }
     if (tiles == 0 || row_tiles == 0) tiles = row_tiles = 0;
   }
+  MK_DEVICE WidePart(uint32_t row_tile, uint32_t tile) : first_rows(row_tile), first_tile(tile), row_tiles(1), tiles(1) {}
   MK_DEVICE uint32_t row_tile(uint32_t i) const { return first_rows + i * kRowStride; }
   MK_DEVICE uint32_t tile(uint32_t j) const { return first_tile + j * kTileStride; }
 };
@@ -193,8 +287,8 @@ MK_DEVICE void multiply_part(WideChains& d, const uint8_t* input, const uint8_t*
   Quad a[kRowTiles][2], b[kTiles];
 #pragma unroll
   for (uint32_t i = 0; i < kRowTiles; ++i) {
-    const uint8_t* from = input + i * (WidePart::kRowStride * 1024);
-    a[i][0] = *reinterpret_cast<const Quad*>(from), a[i][1] = *reinterpret_cast<const Quad*>(from + 512);
+    a[i][0] = *reinterpret_cast<const Quad*>(input + i * (WidePart::kRowStride * 1024));
+    a[i][1] = *reinterpret_cast<const Quad*>(input + i * (WidePart::kRowStride * 1024) + 512);
   }
 #pragma unroll
   for (uint32_t j = 0; j < kTiles; ++j) b[j] = *reinterpret_cast<const Quad*>(weights + j * tile_bytes);
@@ -227,16 +321,15 @@ MK_DEVICE void multiply_unit(WideChains& d, const uint8_t* input, const uint8_t*
 }
 
 // One slice, and its stages are free again.
-template <bool kHalf, bool kDealt>
-MK_DEVICE void take_slice(
-    Worker& w, const WideOrder& order, const Slices<kDealt>& at, const WidePart& part, WideChains& d) {
-  const RingPlace own = order.weights(), rows = order.input();
-  w.wait_barrier(&block().full[own.slot], own.parity);
-  w.wait_barrier(&block().full[rows.slot], rows.parity);
+template <bool kHalf, class At>
+MK_DEVICE void take_slice(Consumer& c, const WideOrder& order, const At& at, const WidePart& part, WideChains& d) {
+  Worker& w = c.w;
+  w.wait_barrier(&block().full[order.weights.slot], order.weights.parity);
+  w.wait_barrier(&block().full[order.input.slot], order.input.parity);
   trace::ready(w, abi::Role::kConsumer);
-  const uint8_t* input = block().ring[rows.slot] + part.first_rows * 1024 + w.warp_lane() * 16;
-  const uint8_t* weights = block().ring[own.slot] + part.first_tile * at.count * 512 + w.warp_lane() * 16;
-  const uint32_t row_bytes = at.shape.row_bytes;
+  const uint8_t* input = block().ring[order.input.slot] + part.first_rows * 1024 + w.warp_lane() * 16;
+  const uint8_t* weights = block().ring[order.weights.slot] + part.first_tile * at.count * 512 + w.warp_lane() * 16;
+  const uint32_t row_bytes = at.row_bytes();
 #pragma unroll 1
   for (uint32_t unit = 0; unit < at.now; ++unit) {
     if (part.row_tiles == 2) {
@@ -255,8 +348,8 @@ MK_DEVICE void take_slice(
   }
   __syncwarp();
   if (arrives()) {
-    barrier_arrive(&block().empty[own.slot]);
-    barrier_arrive(&block().empty[rows.slot]);
+    barrier_arrive(&block().empty[order.weights.slot]);
+    barrier_arrive(&block().empty[order.input.slot]);
   }
 }
 
@@ -270,23 +363,27 @@ __device__ __noinline__ void consume_wide() {
   const MatrixFields& f = matrix_fields(w);
   const PackedInput packed(w, f, flags.sampled());
   WideStorer<kFlags> out(w, f, packed);
-  out.begin();
-  const WideShape<false> shape(record, f, packed.padded);
+  const WideShape shape(record, f, packed.padded);
   WideOrder order(c.ring);
+  Slices at(shape);
   meet_loaders(c);
 #pragma unroll 1
-  for (Slices<false> at(shape); !at.done(); at.next_group()) {
+  while (!at.done()) {
     const WidePart part(w.warp(), packed.padded, at.group);
+    const uint32_t tile = at.tile;
     WideSums sums = {};
-    do {
+    for (bool more = true; more;) {
       WideChains d = {};
-      do {
-        take_slice<kHalf>(w, order, at, part, d);
+      for (bool share = true; share;) {
+        take_slice<kHalf>(c, order, at, part, d);
+        share = !at.ends_share();
+        more = !at.ends_group();
         order.next();
-      } while (at.next_unit());
+        at.next();
+      }
       add_chains(sums, d);
-    } while (at.next_share());
-    out.put(part, sums, at.tile);
+    }
+    out.put(part, sums, record.tile_begin + tile);
   }
   c.ring = order.end();
   out.end(record);
@@ -303,22 +400,21 @@ __device__ __noinline__ void consume_dealt() {
   Worker& w = c.w;
   const MatrixFields& f = matrix_fields(w);
   const uint32_t padded = padded_rows(w, false);
-  const WideShape<true> shape(*w.record, f, padded);
   WideOrder order(c.ring);
   meet_loaders(c);
 #pragma unroll 1
-  for (Slices<true> at(shape); !at.done(); at.next_group()) {
+  for (DealtSlices at(*w.record, f, padded); !at.done(); at.next_group()) {
     const WidePart part(w.warp(), padded, at.group);
     WideChains d = {};
     do {
-      take_slice<kHalf>(w, order, at, part, d);
+      take_slice<kHalf>(c, order, at, part, d);
       order.next();
     } while (at.next_unit());
     PartSums(PackedInput(w, f, false), f).put(part, at.tile, at.share, d);
   }
   c.ring = order.end();
   w.sync();
-  if (w.lane() == 0) add_release(counter_of(w, sums_counter(w)), uint64_t(shape.end - shape.begin) * w.header->rows);
+  if (w.lane() == 0) add_release(counter_of(w, sums_counter(w)), uint64_t(kConsumers * w.record->tile_count) * w.header->rows);
   c.save();
 }
 
@@ -333,61 +429,22 @@ __device__ __noinline__ void finish_dealt() {
   const PackedInput packed(w, f, false);
   const PartSums parts(packed, f);
   WideStorer<kFlags> out(w, f, packed);
-  bool there = false;
+  await_sums(w, (f.n + 7) / 8);
 #pragma unroll 1
   for (uint32_t tile = 0; tile < record.tile_count; tile += kWideTiles) {
     const WidePart part(w.warp(), packed.padded, tasks::least(kWideTiles, record.tile_count - tile));
-    const float own = out.own_factor(part);
 #pragma unroll 1
-    for (uint32_t n = 0; n < WidePart::kMost * WidePart::kMost; ++n) {
-      const uint32_t j = n / WidePart::kMost, i = n % WidePart::kMost;
-      const uint32_t at = record.tile_begin + tile + part.tile(j);
-      const bool own_part = j < part.tiles && i < part.row_tiles;
-      typename WideStorer<kFlags>::Residual residual[1];
-      if (own_part) out.fetch_residual(part, i, at, residual);
-      if (!there) await_sums(w, (f.n + 7) / 8);
-      there = true;
-      if (own_part) out.put(part, i, at, parts.sum(at, part.row_tile(i)), own, residual[0]);
+    for (uint32_t n = 0; n < part.tiles * part.row_tiles; ++n) {  // one by one: most warps have one
+      const uint32_t j = n / part.row_tiles;
+      const WidePart one(part.row_tile(n - j * part.row_tiles), part.tile(j));
+      WideSums sums;
+      parts.add(one, record.tile_begin + tile, sums);
+      out.put(one, sums, record.tile_begin + tile);
     }
   }
   out.end(record);
   meet_loaders(c);
   c.save();
-}
-
-// ------------------------------------------------------------------------------------------------ producer
-// Weights, each slice's to a stage, and a stage for the input left out behind each. It counts no copies on their way, the ring is bound enough.
-template <bool kSampled, bool kDealt>
-__device__ __noinline__ void produce_wide() {
-  Producer p;
-  p.load();
-  Block& b = block();
-  const MatrixFields& f = matrix_fields(p.w);
-  const WideShape<kDealt> shape(*p.w.record, f, padded_rows(p.w, kSampled));
-  const uint32_t unit_bytes = f.k_unit * 16, lane = p.w.warp_lane();
-  const uint64_t tile_bytes = uint64_t(unit_bytes) * f.units;
-  const char* weights = tasks::weights<char>(p.w, f.weight);
-  WideOrder order(p.head);
-  Slices<kDealt> at(shape);
-#pragma unroll 1
-  while (!at.done()) {
-    // One lane a piece: a tile's part of a unit.
-    const uint32_t tiles = at.group, unit = lane / tiles;
-    const char* from = weights + (at.tile + lane - unit * tiles) * tile_bytes + unit * unit_bytes;
-    do {
-      const RingPlace to = order.weights();
-      p.w.watch_barrier<true>(&b.empty[to.slot], to.parity ^ 1);
-      set_copying(to.slot, to.parity);
-      copy_pieces(b.ring[to.slot], from + (at.unit * unit_bytes + at.first * 512), at.count * 512, at.now * tiles,
-                  &b.full[to.slot], p.policy);
-      order.next();
-    } while (at.next_unit() || at.next_share());
-    at.next_group();
-  }
-  p.head = p.tail = order.end();
-  p.in_flight = 0;
-  trace::passed(p.w);
-  p.save();
 }
 
 }  // namespace megakernel::dev

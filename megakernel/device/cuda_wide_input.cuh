@@ -19,17 +19,17 @@ MK_DEVICE void meet_loaders(Consumer& c) {
 // ------------------------------------------------------------------------------------------------ loaders
 // One loader: the worker's slices of the packed input. It alone looks at the counter: more of them would be in the way of
 // those who count.
-template <bool kDealt>
-MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, const WideShape<kDealt>& shape) {
+template <class At>
+MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, At at) {
   Block& b = block();
   const uint64_t keep = keeping_policy();
-  WideOrder order(b.state[0].ring);
+  WideOrder order(Ring{b.state[0].ring, kStages});
 #pragma unroll 1
-  for (Slices<kDealt> at(shape); !at.done(); at.next(), order.next()) {
-    const RingPlace to = order.input();
+  for (; !at.done(); at.next(), order.next()) {
+    const Ring& to = order.input;
     w.watch_barrier(&b.empty[to.slot], to.parity ^ 1);
     set_copying(to.slot, to.parity);
-    copy_to_shared(b.ring[to.slot], from.chunk(at.chunk()), at.now * at.count * shape.row_bytes, &b.full[to.slot], keep);
+    copy_to_shared(b.ring[to.slot], from.chunk(at.chunk()), at.now * at.count * at.row_bytes(), &b.full[to.slot], keep);
   }
 }
 
@@ -58,16 +58,21 @@ __device__ __noinline__ void bring_input() {
   Loader l;
   l.load();
   Worker& w = l.w;
+  const abi::Record& record = *w.record;
   const MatrixFields& f = matrix_fields(w);
   const PackedInput from(w, f, kSampled);
-  const WideShape<kDealt> shape(*w.record, f, from.padded);
   w.wait_barrier(&block().input_empty, l.parity ^ 1);  // the consumers are here
   if (Loader::index() == kLoaders - 1) {  // the one with the fewest parts to pack
     const uint32_t counter = packed_counter(w);
     w.wait(counter_of(w, counter), kConsumers * (kSampled ? w.header->wide_sampled : w.header->wide_rows),
            abi::FaultKind::kWaitBudget, counter);
     fence_global_for_copies();
-    bring_slices(w, from, shape);
+    if constexpr (kDealt) {
+      bring_slices(w, from, DealtSlices(record, f, from.padded));
+    } else {
+      const WideShape shape(record, f, from.padded);
+      bring_slices(w, from, Slices(shape));
+    }
   }
   __syncwarp();
   barrier_arrive_warp(&block().input_full);

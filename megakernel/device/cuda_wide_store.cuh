@@ -43,17 +43,25 @@ struct PartSums {
     }
   }
 
-  // In the order of the shares, as `add_chains` has them.
-  MK_DEVICE float4 sum(uint32_t tile, uint32_t row_tile) const {
-    Quad v[kConsumers];
+  // Added in the order of the shares, as `add_chains` does.
+  MK_DEVICE void add(const WidePart& part, uint32_t first_tile, WideSums& sums) const {
 #pragma unroll
-    for (uint32_t s = 0; s < kConsumers; ++s) v[s] = load_quad(at(tile, s, row_tile));
-    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
+      if (j >= part.tiles) break;
 #pragma unroll
-    for (uint32_t s = 0; s < kConsumers; ++s) {
-      out.x += as_float(v[s].x), out.y += as_float(v[s].y), out.z += as_float(v[s].z), out.w += as_float(v[s].w);
+      for (uint32_t i = 0; i < WidePart::kMost; ++i) {
+        if (i >= part.row_tiles) break;
+        Quad v[kConsumers];
+#pragma unroll
+        for (uint32_t s = 0; s < kConsumers; ++s) v[s] = load_quad(at(first_tile + part.tile(j), s, part.row_tile(i)));
+        float(&out)[4] = sums[i][j];
+        out[0] = out[1] = out[2] = out[3] = 0.0f;
+#pragma unroll
+        for (uint32_t s = 0; s < kConsumers; ++s) {
+          out[0] += as_float(v[s].x), out[1] += as_float(v[s].y), out[2] += as_float(v[s].z), out[3] += as_float(v[s].w);
+        }
+      }
     }
-    return out;
   }
 };
 
@@ -73,7 +81,6 @@ struct WideStorer {
   static constexpr MatrixFlags flags{kFlags};
   static constexpr uint32_t kWidth = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
   static constexpr bool kResidual = flags.epilogue() == tasks::Epilogue::kResidual;
-  using Residual = float[2][2];  // what is added to a lane's elements of a tile
   Worker& w;
   const MatrixFields& f;
   const PackedInput& packed;
@@ -82,10 +89,7 @@ struct WideStorer {
 
   MK_DEVICE WideStorer(Worker& worker, const MatrixFields& fields, const PackedInput& input)
       : w(worker), f(fields), packed(input), rows(matrix_rows(worker, flags.sampled())), inverse_k(1.0f / float(fields.k)),
-        scale(fields.scale) {}
-
-  // Before the first tile.
-  MK_DEVICE void begin() {
+        scale(fields.scale) {
     if constexpr (flags.sampled()) {
       if (w.lane() < rows) best()[w.lane()] = 0;
       w.sync();
@@ -100,72 +104,38 @@ struct WideStorer {
 
   MK_DEVICE void put(const WidePart& part, const WideSums& sums, uint32_t first_tile) {
     if (part.tiles == 0) return;
-    const float own = own_factor(part);
+    const uint32_t g = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
+    const float own = factor(part.row_tile(w.warp_lane() / 16) * 16 + w.warp_lane() % 16);
 #pragma unroll
     for (uint32_t j = 0; j < WidePart::kMost; ++j) {
       if (j >= part.tiles) break;
-      const uint32_t tile = first_tile + part.tile(j);
-      Residual residual[WidePart::kMost];
-      fetch_residual(part, 0, tile, residual);
+      const uint32_t tile = first_tile + part.tile(j), column = tile * kWidth + pair;
+      float bias[2] = {0.0f, 0.0f};
+      if constexpr (flags.bias()) {
+        const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
+        bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
+      }
+      float residual[4][2];
+      if constexpr (kResidual) fetch_residual(part, column, residual);
 #pragma unroll
-      for (uint32_t i = 0; i < WidePart::kMost; ++i) {
+      for (uint32_t k = 0; k < 4; ++k) {
+        const uint32_t i = k / 2, h = k % 2;
         if (i >= part.row_tiles) break;
-        const float(&v)[4] = sums[i][j];
-        put(part, i, tile, make_float4(v[0], v[1], v[2], v[3]), own, residual[i]);
+        const uint32_t row = part.row_tile(i) * 16 + h * 8 + g;
+        const float scaled = flags.norm() ? __shfl_sync(0xffffffffu, own, i * 16 + h * 8 + g) : 1.0f;
+        unsigned long long largest = 0;
+#pragma unroll
+        for (uint32_t e = 0; e < 2; ++e) {
+          const float v = finish((total(sums[i][j][h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[k][e] : 0.0f);
+          const bool active = pair + e < kWidth && column + e < f.n && row < rows;
+          float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column + e;
+          if (active && flags.sampled()) *out = v;
+          if (active && !flags.sampled()) publish(out, v);
+          if (active && flags.sampled() && Largest::key(v, column + e) > largest) largest = Largest::key(v, column + e);
+        }
+        if constexpr (flags.sampled()) keep_largest(row, largest);
       }
     }
-  }
-
-  // Of the norm, a lane's row of those of a warp.
-  MK_DEVICE float own_factor(const WidePart& part) const {
-    return factor(part.row_tile(w.warp_lane() / 16) * 16 + w.warp_lane() % 16);
-  }
-
-  // One tile of weights and the i-th tile of rows of a warp.
-  MK_DEVICE void put(
-      const WidePart& part, uint32_t i, uint32_t tile, const float4& sums, float own, const Residual& residual) {
-    const uint32_t g = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2, column = tile * kWidth + pair;
-    const float all[4] = {sums.x, sums.y, sums.z, sums.w};
-    float bias[2] = {0.0f, 0.0f};
-    if constexpr (flags.bias()) {
-      const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
-      bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
-    }
-#pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) {
-      const uint32_t row = part.row_tile(i) * 16 + h * 8 + g;
-      const float scaled = flags.norm() ? __shfl_sync(0xffffffffu, own, i * 16 + h * 8 + g) : 1.0f;
-      unsigned long long largest = 0;
-#pragma unroll
-      for (uint32_t e = 0; e < 2; ++e) {
-        const float v = finish((total(all[h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[h][e] : 0.0f);
-        const bool active = pair + e < kWidth && column + e < f.n && row < rows;
-        float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column + e;
-        if (active && flags.sampled()) *out = v;
-        if (active && !flags.sampled()) publish(out, v);
-        if (active && flags.sampled() && Largest::key(v, column + e) > largest) largest = Largest::key(v, column + e);
-      }
-      if constexpr (flags.sampled()) keep_largest(row, largest);
-    }
-  }
-
-  // What is added to a tile of weights: of kRowTiles tiles of rows from the i-th of a warp on, of those that it has.
-  template <uint32_t kRowTiles>
-  MK_DEVICE void fetch_residual(const WidePart& part, uint32_t i, uint32_t tile, Residual (&out)[kRowTiles]) {
-    if constexpr (!kResidual) return;
-    const uint32_t column = tile * kWidth + w.warp_lane() % 4 * 2;
-    uint32_t v[2 * kRowTiles][2];
-    const float* from = tasks::workspace<const float>(w, f.residual) + column;
-    auto ask = [&](uint32_t k, uint32_t e) {
-      const uint32_t row = part.row_tile(i + k / 2) * 16 + k % 2 * 8 + w.warp_lane() / 4;
-      return i + k / 2 < part.row_tiles && row < rows && column + e < f.n ? load_word(from + uint64_t(row) * f.n + e) : 0;
-    };
-#pragma unroll
-    for (uint32_t n = 0; n < 4 * kRowTiles; ++n) v[n / 2][n % 2] = ask(n / 2, n % 2);
-    const auto missing = [&](uint32_t n) { return v[n / 2][n % 2] == kInvalid; };
-    await_all<4 * kRowTiles>(w, missing, [&](uint32_t n) { v[n / 2][n % 2] = ask(n / 2, n % 2); }, 0);
-#pragma unroll
-    for (uint32_t n = 0; n < 4 * kRowTiles; ++n) out[n / 4][n / 2 % 2][n % 2] = as_float(v[n / 2][n % 2]);
   }
 
   MK_DEVICE void end(const abi::Record& record) {
@@ -206,6 +176,22 @@ struct WideStorer {
     }
     if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
     return v + residual;
+  }
+
+  // Of the rows of a lane, two columns each.
+  MK_DEVICE void fetch_residual(const WidePart& part, uint32_t column, float (&out)[4][2]) {
+    uint32_t v[4][2];
+    const float* from = tasks::workspace<const float>(w, f.residual) + column;
+    auto ask = [&](uint32_t k, uint32_t e) {
+      const uint32_t row = part.row_tile(k / 2) * 16 + k % 2 * 8 + w.warp_lane() / 4;
+      return k / 2 < part.row_tiles && row < rows && column + e < f.n ? load_word(from + uint64_t(row) * f.n + e) : 0;
+    };
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) v[i / 2][i % 2] = ask(i / 2, i % 2);
+    const auto missing = [&](uint32_t i) { return v[i / 2][i % 2] == kInvalid; };
+    await_all<8>(w, missing, [&](uint32_t i) { v[i / 2][i % 2] = ask(i / 2, i % 2); }, 0);
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) out[i / 2][i % 2] = as_float(v[i / 2][i % 2]);
   }
 
   MK_DEVICE void keep_largest(uint32_t row, unsigned long long largest) const {
