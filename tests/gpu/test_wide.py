@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bench.device_session import generate
+from megakernel.builder import dealing
 from megakernel.engine import Engine
 from megakernel.probe import forced_logits
 from megakernel.runtime import Runtime
@@ -91,6 +92,29 @@ def test_requests_come_and_go() -> None:
                 assert got[i] == alone.token_ids
     finally:
         wide.close()
+
+
+@pytest.mark.parametrize("chaos", [False, True])
+def test_products_that_are_dealt_by_shares(chaos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product that may be; of sizes where it pays only `tiny-broad` has one."""
+    narrow = opened("tiny-llama", max_rows=16)[0]
+    monkeypatch.setattr(dealing, "pays", lambda *sizes: True)
+    dealt = opened("tiny-llama", max_rows=ROWS, max_slots=ROWS, chaos=chaos)[0]
+    assert sum(v.count("dealt = true") for v in dealt.manifest.variants) >= 2
+    given = prompts(narrow.manifest.vocab, [1 + i * 7 % 61 for i in range(50)])
+    ids = prompts(narrow.manifest.vocab, (100,))[0]
+    try:
+        for length in (17, 33, 50, 64, 100):
+            narrow.reset()
+            dealt.reset()
+            got, want = (forced_logits(run, ids[:length], length - 1) for run in (dealt, narrow))
+            assert same_bits(got, want)
+        together = generate(dealt, given, 12)
+        for first in range(0, len(given), 4):
+            assert together[first : first + 4] == generate(narrow, given[first : first + 4], 12)
+    finally:
+        narrow.close()
+        dealt.close()
 
 
 @pytest.mark.parametrize("workers", [1, 7, 100])
