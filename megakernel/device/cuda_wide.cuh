@@ -117,19 +117,24 @@ struct Slices {
 };
 
 // The same of a product that is dealt: of as many (share, tile) of the whole product, in this order, as the record's tiles
-// have. A group is of one share, which has chunks.
+// have. A group is of one share, which has chunks; of more than kWideTiles tiles the others have a stage of their own.
 struct DealtSlices {
   uint32_t chunks, units, tiles, padded, place, end, most;
   uint32_t tile, group, each, share, unit, now, first, count;
 
   MK_DEVICE DealtSlices(const abi::Record& record, const MatrixFields& f, uint32_t rows)
       : chunks(f.k_unit / 32), units(f.units), tiles((f.n + 7) / 8), padded(rows), place(record.tile_begin * kConsumers),
-        end(place + record.tile_count * kConsumers), most(kWideTiles) {
+        end(place + record.tile_count * kConsumers), most(rows > kTileRows ? 2 * kWideTiles : kWideTiles) {
     begin_group();
   }
   MK_DEVICE uint32_t row_bytes() const { return padded * 64; }
   MK_DEVICE bool done() const { return place >= end; }
   MK_DEVICE uint32_t chunk() const { return first * units + unit * count; }
+
+  // Tiles with weights in the slice's first stage of them, and in its second, behind the input's.
+  MK_DEVICE uint32_t first_tiles() const { return tasks::least(group, kWideTiles); }
+  MK_DEVICE uint32_t more_tiles() const { return group - first_tiles(); }
+  MK_DEVICE uint32_t stages() const { return more_tiles() > 0 ? 3 : 2; }
 
   // The next slice of the group, if there is one; the next group.
   MK_DEVICE bool next_unit() {
@@ -153,7 +158,7 @@ struct DealtSlices {
     group = tasks::least(most, tasks::least(end - place, tiles - tile));
     first = share * chunks / kConsumers;
     count = (share + 1) * chunks / kConsumers - first;
-    each = tasks::least(units, kStageBytes / (tasks::most(row_bytes(), group * 512) * count));
+    each = tasks::least(units, kStageBytes / (tasks::most(row_bytes(), first_tiles() * 512) * count));
     unit = 0;
     now = each;
   }
@@ -177,6 +182,19 @@ struct WideOrder {
     ring.slot += 2;
     if (ring.slot >= ring.end) ring.slot -= ring.end, ring.parity ^= 1;
   }
+};
+
+// Of a dealt product: the first weights, the input, the other weights where there are any.
+struct DealtOrder {
+  RingPlace at;
+
+  MK_DEVICE DealtOrder(const RingPlace& first) : at(first) {}
+  MK_DEVICE RingPlace stage(uint32_t i) const {
+    const uint32_t slot = at.slot + i;
+    return slot < kStages ? RingPlace{slot, at.parity} : RingPlace{slot - kStages, at.parity ^ 1};
+  }
+  MK_DEVICE void next(uint32_t stages) { at = stage(stages); }
+  MK_DEVICE Ring end() const { return {at, kStages}; }
 };
 
 // ------------------------------------------------------------------------------------------------ producer
@@ -225,18 +243,26 @@ __device__ __noinline__ void produce_dealt() {
   const MatrixFields& f = matrix_fields(p.w);
   const uint32_t unit_bytes = f.k_unit * 16, lane = p.w.warp_lane();
   const uint64_t tile_bytes = uint64_t(unit_bytes) * f.units;
-  WideOrder order(p.head);
+  DealtOrder order(p.head);
 #pragma unroll 1
   for (DealtSlices at(*p.w.record, f, padded_rows(p.w, false)); !at.done(); at.next_group()) {
-    const uint32_t unit = lane / at.group;
-    const char* from = tasks::weights<char>(p.w, f.weight) + (at.tile + lane - unit * at.group) * tile_bytes +
-        unit * unit_bytes + at.first * 512;
-    do {
-      const Ring& to = order.weights;
+    const char* group = tasks::weights<char>(p.w, f.weight) + at.tile * tile_bytes + at.first * 512;
+    const auto piece = [&](uint32_t from, uint32_t tiles) {
+      const uint32_t unit = lane / tiles;
+      return group + (from + lane - unit * tiles) * tile_bytes + unit * unit_bytes;
+    };
+    const auto put = [&](const RingPlace& to, const char* from, uint32_t tiles) {
       p.w.watch_barrier<true>(&b.empty[to.slot], to.parity ^ 1);
       set_copying(to.slot, to.parity);
-      copy_pieces(b.ring[to.slot], from + at.unit * unit_bytes, at.count * 512, at.now * at.group, &b.full[to.slot], p.policy);
-      order.next();
+      copy_pieces(b.ring[to.slot], from + at.unit * unit_bytes, at.count * 512, at.now * tiles, &b.full[to.slot], p.policy);
+    };
+    const uint32_t first = at.first_tiles(), more = at.more_tiles(), stages = at.stages();
+    const char* first_from = piece(0, first);
+    const char* more_from = more > 0 ? piece(first, more) : nullptr;
+    do {
+      put(order.stage(0), first_from, first);
+      if (more > 0) put(order.stage(2), more_from, more);
+      order.next(stages);
     } while (at.next_unit());
   }
   p.head = p.tail = order.end();
@@ -392,6 +418,90 @@ __device__ __noinline__ void consume_wide() {
 }
 
 // ------------------------------------------------------------------------------------------------ dealt products
+using DealtChains = Chains[WidePart::kMost][2 * WidePart::kMost];
+
+// The same as multiply_unit of four tiles of weights, the third and fourth out of `more`. Of three the fourth is whatever is
+// in its place. One chunk at a time: there are registers for no more.
+template <bool kHalf, uint32_t kRowTiles>
+MK_DEVICE void multiply_four(DealtChains& d, const uint8_t* input, const uint8_t* weights, const uint8_t* more,
+                             uint32_t row_bytes, uint32_t count) {
+#pragma unroll 1
+  for (uint32_t c = 0; c < count; ++c) {
+    Quad a[kRowTiles][2];
+#pragma unroll
+    for (uint32_t i = 0; i < kRowTiles; ++i) {
+      const uint8_t* from = input + i * (WidePart::kRowStride * 1024);
+      a[i][0] = *reinterpret_cast<const Quad*>(from), a[i][1] = *reinterpret_cast<const Quad*>(from + 512);
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+      const Quad b = *reinterpret_cast<const Quad*>((j < 2 ? weights : more) + j % 2 * (WidePart::kTileStride * count * 512));
+#pragma unroll
+      for (uint32_t i = 0; i < kRowTiles; ++i) {
+        multiply<kHalf>(d[i][j][0], a[i][0].x, a[i][0].y, a[i][0].z, a[i][0].w, b.x, b.y);
+        multiply<kHalf>(d[i][j][1], a[i][1].x, a[i][1].y, a[i][1].z, a[i][1].w, b.z, b.w);
+      }
+    }
+    input += row_bytes, weights += 512, more += 512;
+  }
+}
+
+// Of up to two tiles; of one the second is the first once more.
+template <bool kHalf>
+MK_DEVICE void multiply_two_dealt(DealtChains& d, const uint8_t* input, const uint8_t* weights, const WidePart& part,
+                                  uint32_t row_bytes, uint32_t count) {
+  const uint32_t second = part.tiles == 2 ? WidePart::kTileStride * count * 512 : 0;
+#pragma unroll 1
+  for (uint32_t c = 0; c < count; ++c, input += row_bytes, weights += 512) {
+    const Quad b[2] = {*reinterpret_cast<const Quad*>(weights), *reinterpret_cast<const Quad*>(weights + second)};
+#pragma unroll
+    for (uint32_t i = 0; i < WidePart::kMost; ++i) {
+      if (i >= part.row_tiles) break;
+      const uint8_t* from = input + i * (WidePart::kRowStride * 1024);
+      const Quad a[2] = {*reinterpret_cast<const Quad*>(from), *reinterpret_cast<const Quad*>(from + 512)};
+#pragma unroll
+      for (uint32_t j = 0; j < 2; ++j) {
+        multiply<kHalf>(d[i][j][0], a[0].x, a[0].y, a[0].z, a[0].w, b[j].x, b[j].y);
+        multiply<kHalf>(d[i][j][1], a[1].x, a[1].y, a[1].z, a[1].w, b[j].z, b[j].w);
+      }
+    }
+  }
+}
+
+template <bool kHalf>
+MK_DEVICE void take_dealt(Worker& w, const DealtOrder& order, const DealtSlices& at, const WidePart& part, DealtChains& d) {
+  Block& b = block();
+  const RingPlace first = order.stage(0), rows = order.stage(1), others = order.stage(2);
+  w.wait_barrier(&b.full[first.slot], first.parity);
+  w.wait_barrier(&b.full[rows.slot], rows.parity);
+  if (at.more_tiles() > 0) w.wait_barrier(&b.full[others.slot], others.parity);
+  trace::ready(w, abi::Role::kConsumer);
+  const uint32_t own = part.first_tile * at.count * 512 + w.warp_lane() * 16;
+  const uint8_t* input = b.ring[rows.slot] + part.first_rows * 1024 + w.warp_lane() * 16;
+  const uint8_t *weights = b.ring[first.slot] + own, *more = b.ring[others.slot] + own;
+#pragma unroll 1
+  for (uint32_t unit = 0; unit < at.now; ++unit) {
+    if (part.tiles > 2) {
+      if (part.row_tiles == 2) {
+        multiply_four<kHalf, 2>(d, input, weights, more, at.row_bytes(), at.count);
+      } else {
+        multiply_four<kHalf, 1>(d, input, weights, more, at.row_bytes(), at.count);
+      }
+    } else if (part.tiles > 0) {
+      multiply_two_dealt<kHalf>(d, input, weights, part, at.row_bytes(), at.count);
+    }
+    input += at.count * at.row_bytes();
+    weights += at.first_tiles() * at.count * 512;
+    more += at.more_tiles() * at.count * 512;
+  }
+  __syncwarp();
+  if (arrives()) {
+    barrier_arrive(&b.empty[first.slot]);
+    barrier_arrive(&b.empty[rows.slot]);
+    if (at.more_tiles() > 0) barrier_arrive(&b.empty[others.slot]);
+  }
+}
+
 // The chains of this worker's (share, tile).
 template <bool kHalf>
 __device__ __noinline__ void consume_dealt() {
@@ -400,15 +510,16 @@ __device__ __noinline__ void consume_dealt() {
   Worker& w = c.w;
   const MatrixFields& f = matrix_fields(w);
   const uint32_t padded = padded_rows(w, false);
-  WideOrder order(c.ring);
+  DealtOrder order(c.ring);
   meet_loaders(c);
 #pragma unroll 1
   for (DealtSlices at(*w.record, f, padded); !at.done(); at.next_group()) {
-    const WidePart part(w.warp(), padded, at.group);
-    WideChains d = {};
+    WidePart part(w.warp(), padded, at.group);
+    if (at.group > kWideTiles) part.tiles = (at.group - part.first_tile + WidePart::kTileStride - 1) / WidePart::kTileStride;
+    DealtChains d = {};
     do {
-      take_slice<kHalf>(c, order, at, part, d);
-      order.next();
+      take_dealt<kHalf>(w, order, at, part, d);
+      order.next(at.stages());
     } while (at.next_unit());
     PartSums(PackedInput(w, f, false), f).put(part, at.tile, at.share, d);
   }

@@ -19,14 +19,27 @@ MK_DEVICE void meet_loaders(Consumer& c) {
 // ------------------------------------------------------------------------------------------------ loaders
 // One loader: the worker's slices of the packed input. It alone looks at the counter: more of them would be in the way of
 // those who count.
-template <class At>
-MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, At at) {
+MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, Slices at) {
   Block& b = block();
   const uint64_t keep = keeping_policy();
   WideOrder order(Ring{b.state[0].ring, kStages});
 #pragma unroll 1
   for (; !at.done(); at.next(), order.next()) {
     const Ring& to = order.input;
+    w.watch_barrier(&b.empty[to.slot], to.parity ^ 1);
+    set_copying(to.slot, to.parity);
+    copy_to_shared(b.ring[to.slot], from.chunk(at.chunk()), at.now * at.count * at.row_bytes(), &b.full[to.slot], keep);
+  }
+}
+
+// The same of a dealt product.
+MK_DEVICE void bring_dealt(Worker& w, const PackedInput& from, DealtSlices at) {
+  Block& b = block();
+  const uint64_t keep = keeping_policy();
+  DealtOrder order(b.state[0].ring);
+#pragma unroll 1
+  for (; !at.done(); order.next(at.stages()), at.next()) {
+    const RingPlace to = order.stage(1);
     w.watch_barrier(&b.empty[to.slot], to.parity ^ 1);
     set_copying(to.slot, to.parity);
     copy_to_shared(b.ring[to.slot], from.chunk(at.chunk()), at.now * at.count * at.row_bytes(), &b.full[to.slot], keep);
@@ -68,7 +81,7 @@ __device__ __noinline__ void bring_input() {
            abi::FaultKind::kWaitBudget, counter);
     fence_global_for_copies();
     if constexpr (kDealt) {
-      bring_slices(w, from, DealtSlices(record, f, from.padded));
+      bring_dealt(w, from, DealtSlices(record, f, from.padded));
     } else {
       const WideShape shape(record, f, from.padded);
       bring_slices(w, from, Slices(shape));

@@ -30,9 +30,11 @@ struct PartSums {
     return base + uint64_t((tile * kConsumers + share) * row_tiles + row_tile) * 512;
   }
 
-  MK_DEVICE void put(const WidePart& part, uint32_t first_tile, uint32_t share, const WideChains& d) const {
+  template <uint32_t kTiles>
+  MK_DEVICE void put(
+      const WidePart& part, uint32_t first_tile, uint32_t share, const Chains (&d)[WidePart::kMost][kTiles]) const {
 #pragma unroll
-    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
+    for (uint32_t j = 0; j < kTiles; ++j) {
       if (j >= part.tiles) break;
 #pragma unroll
       for (uint32_t i = 0; i < WidePart::kMost; ++i) {
