@@ -1,9 +1,9 @@
 """Which products of wide steps are dealt by shares on CUDA devices.
 
-A worker needs all rows of a product's input for its tiles. Where these are few and the input is long, it brings far more
-input than weights. Of a product that is dealt it multiplies one share (an eighth of the columns) of eight times as many
-tiles instead, and workers exchange what comes of it: float32 sums of each (tile, share), behind the product's output. See
-device/cuda_wide.cuh.
+A worker needs all rows of a product's input for its tiles. Where these are few and the input is long, it brings far
+more input than weights. Of a product that is dealt it multiplies one share (an eighth of the columns) of eight times as
+many tiles instead, and workers exchange what comes of it: float32 sums of each (tile, share), behind the product's
+output. See device/cuda_wide.cuh.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megakernel.builder.giving import CHUNK
 from megakernel.builder.memory import TensorSize
-from megakernel.tasks.matmul import Epilogue, Matmul, MatmulConfig
+from megakernel.tasks.matmul import Epilogue, MatmulConfig
 from megakernel.tasks.record import TILE_ROWS, row_capacity
 from megakernel.tasks.task import TaskNode
 
@@ -32,7 +32,8 @@ def deal_products(
         if not isinstance(v, MatmulConfig) or v.sampled or v.epilogue in (Epilogue.GLU, Epilogue.SEND):
             continue
         unit, units = node.sizes["k_unit"], node.sizes["units"]
-        if unit < SHARES * CHUNK or not pays(node.tiles, workers, unit * units * v.dtype.bytes):  # each share has a chunk
+        # Each share has a chunk.
+        if unit < SHARES * CHUNK or not pays(node.tiles, workers, unit * units * v.dtype.bytes):
             continue
         made[i] = replace(node, variant=replace(v, dealt=True))
         size = sizes[node.tensors["output"]]

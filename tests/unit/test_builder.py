@@ -20,6 +20,7 @@ from megakernel.architectures import random_weights, shape_config
 from megakernel.builder import cache as cache_module
 from megakernel.builder.build import Plan, make_plan, plan_source
 from megakernel.builder.cache import cache_key, compiled, try_load
+from megakernel.builder.dealing import sums_bytes
 from megakernel.builder.kernel import variants_of
 from megakernel.builder.layout import unpack, weight_layout
 from megakernel.builder.memory import ancestors, touches
@@ -53,6 +54,17 @@ def test_a_plan_for_every_target(target: str) -> None:
         made = make_plan(TINY, find_target(target), dtype="f32", max_context=200)
     assert made.schedule.workers == TARGETS[target].workers
     assert [n.task.name for n in made.lowered.nodes][-2:] == ["sample", "advance"]
+
+
+def test_products_are_dealt_by_shares_where_it_pays() -> None:
+    """Few tiles a worker, a long input, and steps of many rows; behind the output there is room for the sums."""
+    config, target = shape_config("llama-3.2-1b"), find_target("sm_90a")
+    few, many = (make_plan(config, target, max_rows=rows, max_context=512, max_slots=64).lowered for rows in (16, 64))
+    dealt = [n for n in many.nodes if getattr(n.variant, "dealt", False)]
+    assert [n.name for n in dealt] == [f"layers.{i}.mlp_residual" for i in range(16)]
+    assert not any(getattr(n.variant, "dealt", False) for n in few.nodes)
+    name, columns = dealt[0].tensors["output"], dealt[0].sizes["n"]
+    assert (many.tensors[name].rows - few.tensors[name].rows) * columns * 4 >= sums_bytes(columns, 64)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8, 78, 132])
