@@ -52,7 +52,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 def opened(config: Mapping[str, Any], cache: Path, workers: int, **options: Any) -> tuple[Runtime, Any, Any]:
     device, graph = EmulatedCuda(workers), build_graph(config)
     weights = random_weights(graph, seed=3, dtype="bf16")
-    chosen = {"dtype": "bf16", "max_context": 192, "max_slots": 3, **options}
+    chosen = {"dtype": "bf16", "max_context": 192, "max_slots": 3, "max_rows": 16, **options}
     program = build_program(config, device.target, device, cache=cache, **chosen)
     return Runtime(program, device, weights.read, spin_budget_ns=60_000_000_000), graph, weights
 
