@@ -44,6 +44,16 @@ struct HeadLoader : PageShape<kConfig> {
     Elements cos, sin, gamma;
   };
 
+  // The elements of a head that other workers publish, as words that may not be there yet.
+  struct Words {
+    Quad q[Elements::kQuads];
+
+    MK_DEVICE void fetch(const Head& h) {
+#pragma unroll
+      for (uint32_t j = 0; j < Elements::kQuads; ++j) q[j] = load_quad(h.from + 4 * j);
+    }
+  };
+
   Loader& l;
   const Fields& f;
   const Items& item;
@@ -135,8 +145,16 @@ struct HeadLoader : PageShape<kConfig> {
       const uint32_t heads = 2 * fresh.count + (last ? item.group_rows * kGroup : 0);
       const uint32_t own = Loader::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
       l.begin();
+      Head next = find(fresh, heads, own);
+      Words words = ask(next);
 #pragma unroll 1
-      for (uint32_t n = 0; n < heads; n += kAtOnce) put_head(find(fresh, heads, n + own), n + kAtOnce >= heads);
+      for (uint32_t n = kAtOnce; n < heads + kAtOnce; n += kAtOnce) {
+        const Head h = next;
+        Words of_h = words;
+        next = find(fresh, heads, n + own);  // on their way while those before are put
+        words = ask(next);
+        put_head(h, of_h, n >= heads);
+      }
       if (last) return;
     }
   }
@@ -151,13 +169,14 @@ struct HeadLoader : PageShape<kConfig> {
       const Head h = find(base, n + own);
       if (!begun) l.begin();
       begun = true;
-      put_head(h, n + kAtOnce >= heads);
+      Words words = ask(h);
+      put_head(h, words, n + kAtOnce >= heads);
     }
   }
 
   // last: of what the loaders lend at once.
-  MK_DEVICE void put_head(const Head& h, bool last) {
-    Elements x = wait(h);
+  MK_DEVICE void put_head(const Head& h, Words& words, bool last) {
+    Elements x = wait(h, words);
     norm(h, x);
     turn(h, x);
     Bits bits;
@@ -177,25 +196,23 @@ struct HeadLoader : PageShape<kConfig> {
     }
   }
 
-  // The elements of a head that other workers publish.
-  MK_DEVICE Elements wait(const Head& h) {
-    Quad q[Elements::kQuads];
-    const auto fetch = [&] {
+  MK_DEVICE Words ask(const Head& h) const {
+    Words words;
 #pragma unroll
-      for (uint32_t j = 0; j < Elements::kQuads; ++j) q[j] = load_quad(h.from + 4 * j);
-    };
-#pragma unroll
-    for (Quad& v : q) v = Quad{0, 0, 0, 0};
-    if (h.kind != Kind::kNone) fetch();
+    for (Quad& v : words.q) v = Quad{0, 0, 0, 0};
+    if (h.kind != Kind::kNone) words.fetch(h);
+    return words;
+  }
+  MK_DEVICE Elements wait(const Head& h, Words& words) {
     l.w.spin([&] {
-      uint32_t all = worst(q[0]);
-      if constexpr (Elements::kQuads > 1) all = larger(all, worst(q[1]));
-      if (all == kInvalid) fetch();
+      uint32_t all = worst(words.q[0]);
+      if constexpr (Elements::kQuads > 1) all = larger(all, worst(words.q[1]));
+      if (all == kInvalid) words.fetch(h);
       return !__any_sync(0xffffffffu, all == kInvalid);
     }, abi::FaultKind::kValueBudget, 0);
     trace::ready_now(l.w, abi::Role::kLoader);
     Elements x;
-    x.set(q);
+    x.set(words.q);
     return x;
   }
 

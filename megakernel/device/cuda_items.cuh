@@ -156,7 +156,12 @@ struct PageItems : Item {
     if (group_row >= h.rows) return false;
     if (!kStretches || group_row >= slot.end) {
       group_rows = 1;
-      while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == h.row[group_row].slot) ++group_rows;
+      while (in_group(group_rows)) {
+        ++group_rows;
+        if constexpr (kStretches) {
+          while (in_group(group_rows + 7)) group_rows += 8;
+        }
+      }
       if constexpr (kStretches) slot = {group_row, group_row + group_rows, rows_of_stretch()};
     }
     if (in_stretches()) group_rows = tasks::least(slot.each, slot.end - group_row);
@@ -166,6 +171,11 @@ struct PageItems : Item {
     count += piece_end - first;
     if (count >= f.splits) count %= f.splits;
     return true;
+  }
+
+  // Whether the row so far behind the group's first is of its slot.
+  MK_DEVICE bool in_group(uint32_t behind) const {
+    return group_row + behind < h.rows && h.row[group_row + behind].slot == h.row[group_row].slot;
   }
 
   // Of the slot whose rows the group now has: so many that each tile of the head gets an item, if there are as many.
@@ -221,7 +231,7 @@ struct Part {
 // (x, y) -> (x cos - y sin, y cos + x sin). Said which product is rounded first: left alone, compilers differ from function
 // to function.
 MK_DEVICE void rotate(float& x, float& y, float cos, float sin) {
-  const float a = fmaf(x, cos, -(y * sin)), b = fmaf(y, cos, x * sin);
+  const float a = fmaf(x, cos, -(y * sin)), b = fmaf(x, sin, y * cos);
   x = a;
   y = b;
 }

@@ -544,8 +544,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
           values[kExponents + i * kPage + token] = from[2 * kDim + i];
         }
       }
-      fence_shared_for_copies();  // before the stage is filled again
     }
+    fence_shared_for_copies();  // before the stages are filled again
     __syncwarp();
   }
 
