@@ -9,6 +9,28 @@
 
 #include "megakernel/device/cuda_heads.cuh"
 
+namespace megakernel::several {
+
+// The same in a step in which rows of a slot are dealt in stretches.
+template <class C>
+__device__ __noinline__ void produce_stretches() {
+  C::template produce_as<true>();
+}
+template <class C>
+__device__ __noinline__ void load_stretches() {
+  C::template load_as<true, true>();
+}
+template <class C>
+__device__ __noinline__ void consume_stretches() {
+  C::template run<true, true>();
+}
+template <class C>
+__device__ __noinline__ void clear_stretches() {
+  C::template clear_as<true>();
+}
+
+}  // namespace megakernel::several
+
 namespace megakernel::dev {
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -18,9 +40,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   using Task = tasks::Attention<kConfig>;
   using Shape = PageShape<kConfig>;
   using Fields = abi::AttentionFields;
-  template <bool kSeveral>
-  using ItemsOf = PageItems<kConfig, kSeveral>;
-  using Items = ItemsOf<true>;
+  template <bool kStretches>
+  using Items = PageItems<kConfig, kStretches>;
   using Shape::kDim, Shape::kGroup, Shape::kHeads, Shape::kKvHeads, Shape::kPage, Shape::kPiece, Shape::kPiecePages;
   using Shape::kRuns, Shape::kKeyBytes, Shape::kUnitBytes, Shape::kChunks, Shape::kValueTiles, Shape::kPartial;
   using Shape::kHalf, Shape::kMergeAt, Shape::kQueryBytes, Shape::kFreshBytes;
@@ -33,6 +54,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   static constexpr uint32_t kInQuad = 16 / kElement;  // elements
   static constexpr uint32_t kTilesAtOnce = kValueTiles % 8 == 0 ? 8 : 4;  // of values, in registers
   static constexpr uint32_t kPassTiles = kTilesAtOnce;                    // of which a block of a stretch keeps sums
+  static constexpr bool kKeeps = kChunks <= 4;                            // its queries in registers
   static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take keys and values of 16 bits or less");
   static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is a multiple of 32");
   static_assert(kPage % kRunTokens == 0 && kPiece % kPage == 0 && kRuns <= kConsumers, "a run is in one page");
@@ -48,7 +70,16 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   };
 
   // ---------------------------------------------------------------------------------------------- producer
-  static __device__ __noinline__ void produce() {
+  MK_DEVICE static void produce() {
+    if constexpr (kStretchRows > 0) {
+      if (Shape::stretches(block().header[own_state().step & 1])) return several::produce_stretches<Core>();
+    }
+    produce_groups();
+  }
+  static __device__ __noinline__ void produce_groups() { produce_as<false>(); }
+
+  template <bool kStretches>
+  MK_DEVICE static void produce_as() {
     Producer p;
     p.load();
     Worker& w = p.w;
@@ -61,7 +92,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       for (uint32_t i = 0; i < known.count; ++i) put_page(p, pool, known.page[i], known.head);
     } else {
       fence_global_for_copies();
-      find_pages(p, record, f, known, pool);
+      find_pages<kStretches>(p, record, f, known, pool);
     }
     trace::passed(w, known.count > 0);
     p.save();
@@ -74,10 +105,11 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // The pages of all items, which become known, unless there are too many or they are of several heads.
+  template <bool kStretches>
   MK_DEVICE static void find_pages(
       Producer& p, const abi::Record& record, const Fields& f, KnownPages& known, const char* pool) {
     Worker& w = p.w;
-    Items items(*w.header, record, f);
+    Items<kStretches> items(*w.header, record, f);
     const uint32_t head = items.head;
     uint32_t count = 0;
     __syncwarp();  // all have seen what was known
@@ -99,11 +131,16 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // ---------------------------------------------------------------------------------------------- loaders
   static __device__ __noinline__ void load() { load_as<false>(); }
-  MK_DEVICE static void load_several() { several::load<Core>(); }
+  MK_DEVICE static void load_several() {
+    if constexpr (kStretchRows > 0) {
+      if (Shape::stretches(block().header[own_state().step & 1])) return several::load_stretches<Core>();
+    }
+    several::load<Core>();
+  }
 
   // kSeveral: of several rows a worker has several items. So that one is loaded while what comes of the other is published,
   // the consumers give scratch back as soon as they have met, and get it for themselves once more at the end.
-  template <bool kSeveral>
+  template <bool kSeveral, bool kStretches = false>
   MK_DEVICE static void load_as() {
     Loader l;
     l.load();
@@ -111,20 +148,20 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
     wait_counters(w, record);
-    ItemsOf<kSeveral> item(*w.header, record, f);
+    Items<kStretches> item(*w.header, record, f);
     LoadedHeads loaded;
     bool any = false, whole = false;  // whole: the item before was no stretch
 #pragma unroll 1
     while (item.next()) {
       any = true;
-      if constexpr (kSeveral && kStretchRows > 0) {
+      if constexpr (kStretches) {
         if (item.in_stretches()) {
           if (whole) {  // what is merged of it lies where a stretch has its input: until all have published it
             l.begin();
             l.end();
           }
           whole = false;
-          HeadLoader<kConfig, ItemsOf<kSeveral>, true>{{}, l, f, item}.run_stretch();
+          HeadLoader<kConfig, Items<true>, true>{{}, l, f, item}.run_stretch();
           continue;
         }
         whole = true;
@@ -132,7 +169,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       const uint32_t rows = item.group_rows * kGroup;
       if (!kSeveral && loaded.known(item, rows)) continue;
 #pragma unroll 1
-      for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig, ItemsOf<kSeveral>>{{}, l, f, item}.run(base);
+      for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig, Items<kStretches>>{{}, l, f, item}.run(base);
     }
     if (kSeveral || !any) {
       l.begin();
@@ -143,9 +180,14 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // ---------------------------------------------------------------------------------------------- consumers
   static __device__ __noinline__ void consume() { run<false>(); }
-  MK_DEVICE static void consume_several() { several::consume<Core>(); }
+  MK_DEVICE static void consume_several() {
+    if constexpr (kStretchRows > 0) {
+      if (Shape::stretches(block().header[own_state().step & 1])) return several::consume_stretches<Core>();
+    }
+    several::consume<Core>();
+  }
 
-  template <bool kSeveral>
+  template <bool kSeveral, bool kStretches = false>
   MK_DEVICE static void run() {
     Consumer c;
     c.load();
@@ -153,14 +195,14 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    ItemsOf<kSeveral> item(*w.header, record, f);
+    Items<kStretches> item(*w.header, record, f);
     LoadedHeads loaded;
     uint32_t merges = 0;  // of what the loaders have lent
     bool taken = false;   // they have lent something
     bool whole = false;   // the item before was no stretch
 #pragma unroll 1
     while (item.next()) {
-      if constexpr (kSeveral && kStretchRows > 0) {
+      if constexpr (kStretches) {
         if (item.in_stretches()) {
           if (whole) {
             c.take_input();
@@ -200,7 +242,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
     }
-    if constexpr (kSeveral && kStretchRows > 0) {
+    if constexpr (kStretches) {
       c.save_met();
     } else {
       c.save();
@@ -295,7 +337,9 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     uint32_t p[4] = {};
     if (stage.keys) {
       float s[4][4] = {};
-      score(block().scratch + lane * 16, stage.keys + keys_at(run_start) + lane * kOctet, s);
+      const uint8_t* queries = block().scratch + lane * 16;
+      score([&](uint32_t i) { return *reinterpret_cast<const Quad*>(queries + i * 512); },
+            stage.keys + keys_at(run_start) + lane * kOctet, s);
       const uint8_t* exponents = stage.values() + kExponents + run_start % kPage;  // of the keys
       soften(f, s, Seen(w, f, item, base + lane / 4, run_start), lane % 4, exponents, top, total);
 #pragma unroll
@@ -306,13 +350,14 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // Of a page, where a run has its keys and its values.
   MK_DEVICE static uint32_t keys_at(uint32_t run_start) { return run_start % kPage / 8 * (kDim * kOctet); }
-  MK_DEVICE static uint32_t values_at(uint32_t run_start) { return kKeyBytes + run_start % kPage / 32 * (kDim * 4 * kOctet); }
+  MK_DEVICE static uint32_t values_at(uint32_t run_start) { return run_start % kPage / 32 * (kDim * 4 * kOctet); }
 
-  // Queries x keys of a run; of both what the lane has.
-  MK_DEVICE static void score(const uint8_t* queries, const uint8_t* keys, float (&s)[4][4]) {
+  // Queries x keys of a run; of both what the lane has. queries(i): of a chunk.
+  template <class Queries>
+  MK_DEVICE static void score(Queries queries, const uint8_t* keys, float (&s)[4][4]) {
 #pragma unroll
     for (uint32_t i = 0; i < kChunks; ++i) {
-      const Quad q = *reinterpret_cast<const Quad*>(queries + i * 512);
+      const Quad q = queries(i);
       Quad b[4];
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) b[j] = Shape::octet(keys + j * (kDim * kOctet) + i * kTile);
@@ -378,7 +423,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     uint8_t* scratch = block().scratch + kMergeAt + (turns && merges % 2 ? all : 0);
     auto* tops = reinterpret_cast<float2*>(scratch);              // [q-row][consumer]: top, total
     float* sums = reinterpret_cast<float*>(scratch + kTopBytes);  // [consumer][q-row][column]
-    const uint8_t* values = stage.values() + values_at(run_start) + w.warp_lane() * kOctet;
+    const uint8_t* values = stage.values() + kKeyBytes + values_at(run_start) + w.warp_lane() * kOctet;
     if (!turns && merges > 0) w.sync();
     if (t == 0) tops[g * kConsumers + w.warp()] = make_float2(top, total);
     if (whole) {
@@ -484,7 +529,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // ---------------------------------------------------------------------------------------------- stretches
   // An item in a stretch: each consumer takes a block of 8 q-rows through all runs, with the sums and in the order of a merge.
-  MK_DEVICE static void take_stretch(Consumer& c, const Fields& f, const Items& item) {
+  MK_DEVICE static void take_stretch(Consumer& c, const Fields& f, const Items<true>& item) {
     Worker& w = c.w;
     const Ring first = c.ring;
     await_pages(c, item);
@@ -551,9 +596,18 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // This warp's block against the whole piece, and published. All runs are gone through for the largest score, then once more
   // for each kPassTiles tiles of values: so the sums of these are all that it keeps.
-  MK_DEVICE static void attend_block(Consumer& c, const Fields& f, const Items& item, const Ring& first) {
+  MK_DEVICE static void attend_block(Consumer& c, const Fields& f, const Item& item, const Ring& first) {
     Worker& w = c.w;
     const uint32_t lane = w.warp_lane(), t = lane % 4, m = w.warp() * kBlockRows + lane / 4;
+    const uint8_t* scratch = block().scratch + w.warp() * kQueryBytes + lane * 16;
+    Quad q[kKeeps ? kChunks : 1];
+    if constexpr (kKeeps) {
+      uint32_t read = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kChunks; ++i) q[i] = *reinterpret_cast<const Quad*>(scratch + i * 512), read |= q[i].x;
+      c.free_input(read);
+    }
+    const auto queries = [&](uint32_t i) { return kKeeps ? q[i] : *reinterpret_cast<const Quad*>(scratch + i * 512); };
     float top = -kInfinity, total = 0.0f;
 #pragma unroll 1
     for (int32_t tile = -int32_t(kPassTiles); tile < int32_t(kValueTiles); tile += kPassTiles) {
@@ -569,7 +623,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
           const Seen seen(w, f, item, m, run_start);
           if (!__any_sync(0xffffffffu, seen.low < tasks::least(seen.high, kRunTokens))) continue;
           float s[4][4] = {}, run_top = -kInfinity, run_total = 0.0f;
-          score(block().scratch + w.warp() * kQueryBytes + lane * 16, keys + keys_at(run_start) + lane * kOctet, s);
+          score(queries, keys + keys_at(run_start) + lane * kOctet, s);
           const uint8_t* exponents = values + kExponents + run_start % kPage;
           scale(f, s, seen, t, exponents, run_top);
           if (tile < 0) {
@@ -583,10 +637,10 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 #pragma unroll
           for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
           read |= p[0];
-          add_run(p, values + values_at(run_start) + lane * kOctet + tile * kTile, factor, sums);
+          add_run(p, values + kKeyBytes + values_at(run_start) + lane * kOctet + tile * kTile, factor, sums);
         }
       }
-      if (tile + kPassTiles == kValueTiles) c.free_input(read);
+      if (!kKeeps && tile + kPassTiles == kValueTiles) c.free_input(read);
       if (tile >= 0) publish_block(w, f, item, m, tile, sums, top, total);
     }
   }
@@ -611,7 +665,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // Columns from tile `tile` on of the lane's q-row, which is the m-th of the item.
-  MK_DEVICE static void publish_block(Worker& w, const Fields& f, const Items& item, uint32_t m, uint32_t tile,
+  MK_DEVICE static void publish_block(Worker& w, const Fields& f, const Item& item, uint32_t m, uint32_t tile,
                                       const float (&sums)[kPassTiles][2], float top, float total) {
     if (tile == 0) trace::end(w, abi::Role::kConsumer);
     if (m >= item.group_rows * kGroup) return;
@@ -634,13 +688,22 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // ---------------------------------------------------------------------------------------------- storer
   // Clears what the step before left here.
-  static __device__ __noinline__ void clear_last() {
+  MK_DEVICE static void clear_last() {
+    if constexpr (kStretchRows > 0) {
+      if (Shape::stretches(block().header[own_state().step & 1 ^ 1])) return several::clear_stretches<Core>();
+    }
+    clear_groups();
+  }
+  static __device__ __noinline__ void clear_groups() { clear_as<false>(); }
+
+  template <bool kStretches>
+  MK_DEVICE static void clear_as() {
     Storer s;
     s.load();
     Worker& w = s.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    Items item(*w.last, record, f);
+    Items<kStretches> item(*w.last, record, f);
 #pragma unroll 1
     while (item.next()) {
 #pragma unroll 1
