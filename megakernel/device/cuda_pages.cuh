@@ -598,7 +598,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   // for each kPassTiles tiles of values: so the sums of these are all that it keeps.
   MK_DEVICE static void attend_block(Consumer& c, const Fields& f, const Item& item, const Ring& first) {
     Worker& w = c.w;
-    const uint32_t lane = w.warp_lane(), t = lane % 4, m = w.warp() * kBlockRows + lane / 4;
+    const uint32_t lane = w.warp_lane(), m = w.warp() * kBlockRows + lane / 4;
     const uint8_t* scratch = block().scratch + w.warp() * kQueryBytes + lane * 16;
     Quad q[kKeeps ? kChunks : 1];
     if constexpr (kKeeps) {
@@ -622,6 +622,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
         for (uint32_t run_start = page * kPage; run_start < (page + 1) * kPage; run_start += kRunTokens) {
           const Seen seen(w, f, item, m, run_start);
           if (!__any_sync(0xffffffffu, seen.low < tasks::least(seen.high, kRunTokens))) continue;
+          uint32_t t = lane % 4;
+          asm volatile("" : "+r"(t));  // what follows from it is made again in each run, not kept in registers
           float s[4][4] = {}, run_top = -kInfinity, run_total = 0.0f;
           score(queries, keys + keys_at(run_start) + lane * kOctet, s);
           const uint8_t* exponents = values + kExponents + run_start % kPage;
