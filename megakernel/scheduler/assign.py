@@ -56,7 +56,7 @@ def balanced(nodes: Sequence[TaskNode], target: Target, context: int) -> Placeme
         if target.value_edges and node.task.repeats and kind in before:
             counts = before[kind]
         else:
-            if 0 < len(tired) <= target.workers // 4:
+            if _spares(node, len(tired), target.workers):
                 less = max(0, math.ceil(node.tiles / target.workers) - 1)
                 base, more = divmod(node.tiles - less * len(tired), target.workers - len(tired))
                 counts = [less if w in tired else base for w in range(target.workers)]
@@ -71,17 +71,24 @@ def balanced(nodes: Sequence[TaskNode], target: Target, context: int) -> Placeme
     return build.placement()
 
 
+def _spares(node: TaskNode, tired: int, workers: int) -> bool:
+    """Whether so many workers get less of the node. Tiles of one that idles are a trip each: two in turn would be worse
+    than one that comes late."""
+    few = 0 < tired <= workers // 4
+    return few and not (node.task.idles and workers - tired < node.tiles <= workers)
+
+
 def _note_late(late: dict[str, set[int]], node: TaskNode, counts: Sequence[int]) -> None:
     """Add to `late`, by tensor, the workers of this node that are the last to write it in every step."""
     written = [region.tensor for region in node.task.writes(node, 0, node.tiles)]
     instead = [region.tensor for region in node.task.may_write(node, 0, node.tiles)]
-    if first := node.task.first_tiles(node):
-        ends = np.cumsum(counts)
-        busy = {int(np.searchsorted(ends, tile, "right")) for tile in first}
+    first = node.task.first_tiles(node)
+    ends = np.cumsum(counts)
+    busy = {int(np.searchsorted(ends, tile, "right")) for tile in first or range(node.tiles)}
+    if late.keys() & set(written):  # in steps where the node before has not done it in its place
+        late.update({tensor: late[tensor] | busy for tensor in written if tensor in late})
+    elif first:
         late.update({tensor: set(busy) for tensor in (*written, *instead)})
-    elif late.keys() & set(written):  # in steps where the node before has not done it in its place
-        own = {worker for worker, count in enumerate(counts) if count}
-        late.update({tensor: late[tensor] | own for tensor in written if tensor in late})
 
 
 def critical_path(nodes: Sequence[TaskNode], target: Target, context: int) -> Placement:
