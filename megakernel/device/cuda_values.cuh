@@ -160,30 +160,27 @@ struct Core<tasks::Combine<kConfig>> {
     }
   };
 
-  // Whether `holds` of some row. Where there may be many, each lane looks at its own.
-  template <class Holds>
-  MK_DEVICE static bool any_row(const abi::StepHeader& header, Holds holds) {
+  // Whether some row has so many pieces that all warps add them. Where there may be many rows, each lane looks at its own.
+  template <bool kLanes>
+  MK_DEVICE static bool many_pieces(const abi::StepHeader& header, const Fields& f) {
     bool found = false;
 #pragma unroll 1
-    for (uint32_t r = kShares > 1 ? lane_of_warp() : 0; r < header.rows; r += kShares > 1 ? 32 : 1) {
-      if (kShares == 1 && holds(r)) return true;
-      if (kShares > 1) found |= holds(r);
-    }
-    return kShares > 1 && __any_sync(0xffffffffu, found);
-  }
-
-  // Whether some row has so many pieces that all warps add them.
-  MK_DEVICE static bool many_pieces(const abi::StepHeader& header, const Fields& f) {
-    return any_row(header, [&](uint32_t r) {
+    for (uint32_t r = kLanes ? lane_of_warp() : 0; r < header.rows; r += kLanes ? 32 : 1) {
       const uint32_t position = header.row[r].position;
-      return position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens >= kConsumers;
-    });
+      if (position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens < kConsumers) continue;
+      if (!kLanes) return true;
+      found = true;
+    }
+    return kLanes && __any_sync(0xffffffffu, found);
   }
 
-  MK_DEVICE static void load() {
+  MK_DEVICE static void load() { lend_scratch_to_many<false>(); }
+  MK_DEVICE static void load_several() { lend_scratch_to_many<(kShares > 1)>(); }
+  template <bool kLanes>
+  MK_DEVICE static void lend_scratch_to_many() {
     const RoleState& state = own_state();
     const Fields& f = fields_of<tasks::Combine<kConfig>>(*state.record);
-    if (many_pieces(block().header[state.step & 1], f)) lend_scratch();
+    if (many_pieces<kLanes>(block().header[state.step & 1], f)) lend_scratch();
   }
 
   static __device__ __noinline__ void consume() { run<false>(); }
@@ -197,15 +194,16 @@ struct Core<tasks::Combine<kConfig>> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
     wait_counters(w, record);
-    const bool scratch = many_pieces(*w.header, f);
+    constexpr bool kMany = kShares > 1 && (kSeveral || !kRooms);  // rows
+    const bool scratch = many_pieces<kMany>(*w.header, f);
     if (scratch) c.take_input();
     const uint32_t first = record.tile_begin, count = record.tile_count;
-    const uint32_t turns = (w.header->rows + kShares - 1) / kShares * count;
-    const bool own = kShares > 1 && !scratch;  // each warp goes to its own at once
+    const uint32_t turns = (kMany ? (w.header->rows + kShares - 1) / kShares : w.header->rows) * count;
+    const bool own = kMany && !scratch;  // each warp goes to its own at once
 #pragma unroll 1
     for (uint32_t i = own ? w.warp() : 0; i < turns; i += own ? kConsumers : 1) {
-      const uint32_t tile = first + i % count, r = i / count * kShares + tile % kShares;
-      if (kShares == 1 || r < w.header->rows) row_head<kSeveral>(w, f, r, tile / kShares, i);
+      const uint32_t tile = first + i % count, r = kMany ? i / count * kShares + tile % kShares : i / count;
+      if (kMany ? r < w.header->rows : tile % kShares == 0) row_head<kSeveral>(w, f, r, tile / kShares, i);
     }
     if (scratch) c.free_input();
     if (record.signal != abi::kNone) {
@@ -230,7 +228,10 @@ struct Core<tasks::Combine<kConfig>> {
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
 #pragma unroll 1
     for (const abi::StepHeader* h : {w.header, w.last}) {
-      if (any_row(*h, [&](uint32_t r) { return takes(record, r) && !one_piece(*h, f, h->row[r]); })) return false;
+#pragma unroll 1
+      for (uint32_t r = 0; r < h->rows; ++r) {
+        if (takes(record, r) && !one_piece(*h, f, h->row[r])) return false;
+      }
     }
     return record.signal == abi::kNone;
   }
