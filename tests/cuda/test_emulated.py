@@ -16,6 +16,7 @@ import pytest
 
 from bench.device_session import generate
 from megakernel.architectures import random_weights
+from megakernel.builder import dealing
 from megakernel.builder.build import build_graph, build_program
 from megakernel.errors import DeviceFault
 from megakernel.probe import forced_logits
@@ -105,6 +106,37 @@ def test_same_tokens_with_delays_and_in_wide_steps(options: dict[str, Any], cach
         finally:
             run.close()
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "workers", "options"),
+    [
+        ("one unit", 3, {"chaos": True}),
+        pytest.param("one unit", 1, {}, marks=pytest.mark.slow),
+        pytest.param("units of 1,024 columns", 5, {}, marks=pytest.mark.slow),
+        pytest.param("heads of 96, padded units", 5, {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_same_bits_where_products_are_dealt_by_shares(
+    shape: str, workers: int, options: dict[str, Any], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All products that may be, in wide steps of 2, 3 and 4 tiles of rows, against narrow steps."""
+    config = {**SHAPES[shape], "num_hidden_layers": 1}
+    narrow = opened(config, cache, 2)[0]
+    monkeypatch.setattr(dealing, "pays", lambda *sizes: True)
+    dealt = opened(config, cache, workers, max_rows=64, **options)[0]
+    assert sum("dealt = true" in v for v in dealt.manifest.variants) >= 2
+    try:
+        for length in (17, 33, 70):
+            ids, got = prompts(narrow.manifest.vocab, (length,))[0], []
+            for run in (narrow, dealt):
+                run.reset()
+                got.append(forced_logits(run, ids, length - 1).view(np.uint32))
+            assert (got[0] == got[1]).all()
+    finally:
+        narrow.close()
+        dealt.close()
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(5, marks=pytest.mark.slow)])
