@@ -18,6 +18,7 @@ import pytest
 
 from bench.device_session import admit
 from megakernel.architectures import random_weights
+from megakernel.builder import dealing
 from megakernel.builder.build import build_graph, build_program, make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
 from megakernel.device.cuda_compiler import Tunables
@@ -51,7 +52,7 @@ def dump(config: Mapping[str, Any], options: Mapping[str, Any], given: list[int]
     """The memory of a model before its first launch, requests of `given` prompt tokens in the mailbox."""
     device = CudaRecorder(WORKERS, tunables=TUNABLES)
     weights = random_weights(build_graph(config), seed=3, dtype="bf16")
-    program = build_program(config, device.target, device, cache=cache, **BUILD, **options)
+    program = build_program(config, device.target, device, cache=cache, **{**BUILD, **options})
     runtime = Runtime(program, device, weights.read, spin_budget_ns=600_000_000_000)
     for slot, ids in enumerate(prompts(program.manifest.vocab, given)):
         admit(runtime, slot, ids, len(ids) + TOKENS)
@@ -66,7 +67,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     chaos = bool(options.get("chaos"))
     planned = {name: value for name, value in options.items() if name != "chaos"}
-    plan = make_plan(config, EmulatedCuda(WORKERS).target, **BUILD, **planned)
+    plan = make_plan(config, EmulatedCuda(WORKERS).target, **{**BUILD, **planned})
     flags = (*host_flags(plan.target, chaos, TUNABLES), *FLAGS, *SEEN, *defines)
     source, output = plan_source(plan, chaos=chaos), folder / "kernel"
     compile_on_host(source, INCLUDE, output, HERE, find_compiler(), flags, standalone=True)
@@ -98,6 +99,16 @@ def test_no_race(shape: str, options: dict[str, Any], given: list[int], shared_c
     done = run(SHAPES[shape], options, given, shared_cache, tmp_path)
     assert "ThreadSanitizer" not in done.stderr, done.stderr[:6000]
     assert done.returncode == 0 and done.stdout.count("event") == TOKENS * len(given), done.stdout[-2000:]
+
+
+@pytest.mark.slow
+def test_no_race_where_products_are_dealt_by_shares(
+    shared_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dealing, "pays", lambda *sizes: True)
+    done = run(SHAPES["one unit"], {"max_rows": 64, "chaos": True}, [40, 1], shared_cache, tmp_path)
+    assert "ThreadSanitizer" not in done.stderr, done.stderr[:6000]
+    assert done.returncode == 0 and done.stdout.count("event") == TOKENS * 2, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize(
