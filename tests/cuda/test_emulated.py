@@ -103,6 +103,19 @@ def test_same_tokens_with_delays_and_in_wide_steps(options: dict[str, Any], cach
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", pytest.param("f8", marks=pytest.mark.slow)])
+def test_same_bits_where_rows_of_a_prompt_go_to_several_workers(kv_dtype: str, cache: Path) -> None:
+    """Steps of 64 and of 36 rows, dealt in stretches to six workers, and steps of 16."""
+    found = []
+    for workers, rows in ((2, 16), (6, 64)):
+        run = opened({**LLAMA, "num_key_value_heads": 1}, cache, workers, max_rows=rows, kv_dtype=kv_dtype)[0]
+        try:
+            found.append(forced_logits(run, prompts(run.manifest.vocab, (101,))[0], 99).tobytes())
+        finally:
+            run.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("workers", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_same_tokens_on_any_number_of_workers(workers: int, cache: Path) -> None:
     tokens = []
