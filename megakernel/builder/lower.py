@@ -122,6 +122,15 @@ def splits(target: Target, kv_heads: int) -> int:
     return even if kv_heads * even <= 4 * target.workers else -(-target.workers // kv_heads)
 
 
+def shares(target: Target, heads: int, head_dim: int, rows: int) -> int:
+    """Tiles of one head of `combine`: where each of a worker's 8 warps adds a (row, head), a power of two, so that all
+    rows of a step are added at once, as far as there are workers and shares are whole columns."""
+    count, most = 1, target.workers // heads if target.value_edges else 1
+    while 8 * count < rows and 2 * count <= most and head_dim % (2 * count) == 0:
+        count *= 2
+    return count
+
+
 def norm_tile(target: Target, cols: int) -> int:
     """Columns of a tile of a stored norm: an even share of each worker, but no less than 64 or than a sixteenth."""
     return max(64, -(-cols // (16 * min(16, target.workers))) * 16)
@@ -333,6 +342,7 @@ class _Lowering:
                 f"{item.name}.combine", heads=item.heads, kv_heads=item.kv_heads, head_dim=head_dim,
                 partials=partials, output=item.output, piece_tokens=piece, max_pieces=pieces, window=item.window,
                 layer=item.layer, direct=self.target.value_edges,
+                shares=shares(self.target, item.heads, head_dim, self.limits.max_rows),
             )
         )  # fmt: skip
         self.kv_layers += 1

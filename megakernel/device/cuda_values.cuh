@@ -137,9 +137,10 @@ template <tasks::CombineConfig kConfig>
 struct Core<tasks::Combine<kConfig>> {
   using Fields = abi::CombineFields;
   static constexpr bool kProduces = false, kStores = false, kLoads = true, kNeedsHeader = false;
-  static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2;
+  static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2, kShares = kConfig.shares;
   static constexpr uint32_t kPairs = (kDim + 63) / 64;  // pairs of elements of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
+  static_assert((kShares & (kShares - 1)) == 0);
 
   // A sum of pieces relative to the largest of their tops: this lane's elements, 64 i + 2 lane and the next.
   struct Sum {
@@ -159,20 +160,27 @@ struct Core<tasks::Combine<kConfig>> {
     }
   };
 
-  // Whether some row has so many pieces that all warps add them.
+  // Whether some row has so many pieces that all warps add them. Where there may be many rows, each lane looks at its own.
+  template <bool kLanes>
   MK_DEVICE static bool many_pieces(const abi::StepHeader& header, const Fields& f) {
+    bool found = false;
 #pragma unroll 1
-    for (uint32_t r = 0; r < header.rows; ++r) {
+    for (uint32_t r = kLanes ? lane_of_warp() : 0; r < header.rows; r += kLanes ? 32 : 1) {
       const uint32_t position = header.row[r].position;
-      if (position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens >= kConsumers) return true;
+      if (position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens < kConsumers) continue;
+      if (!kLanes) return true;
+      found = true;
     }
-    return false;
+    return kLanes && __any_sync(0xffffffffu, found);
   }
 
-  MK_DEVICE static void load() {
+  MK_DEVICE static void load() { lend_scratch_to_many<false>(); }
+  MK_DEVICE static void load_several() { lend_scratch_to_many<(kShares > 1)>(); }
+  template <bool kLanes>
+  MK_DEVICE static void lend_scratch_to_many() {
     const RoleState& state = own_state();
     const Fields& f = fields_of<tasks::Combine<kConfig>>(*state.record);
-    if (many_pieces(block().header[state.step & 1], f)) lend_scratch();
+    if (many_pieces<kLanes>(block().header[state.step & 1], f)) lend_scratch();
   }
 
   static __device__ __noinline__ void consume() { run<false>(); }
@@ -186,11 +194,17 @@ struct Core<tasks::Combine<kConfig>> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
     wait_counters(w, record);
-    const bool scratch = many_pieces(*w.header, f);
+    constexpr bool kMany = kShares > 1 && (kSeveral || !kRooms);  // rows
+    const bool scratch = many_pieces<kMany>(*w.header, f);
     if (scratch) c.take_input();
     const uint32_t first = record.tile_begin, count = record.tile_count;
+    const uint32_t turns = (kMany ? (w.header->rows + kShares - 1) / kShares : w.header->rows) * count;
+    const bool own = kMany && !scratch;  // each warp goes to its own at once
 #pragma unroll 1
-    for (uint32_t i = 0; i < w.header->rows * count; ++i) row_head<kSeveral>(w, f, i / count, first + i % count, i);
+    for (uint32_t i = own ? w.warp() : 0; i < turns; i += own ? kConsumers : 1) {
+      const uint32_t tile = first + i % count, r = kMany ? i / count * kShares + tile % kShares : i / count;
+      if (kMany ? r < w.header->rows : tile % kShares == 0) row_head<kSeveral>(w, f, r, tile / kShares, i);
+    }
     if (scratch) c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
@@ -204,6 +218,11 @@ struct Core<tasks::Combine<kConfig>> {
     return f.direct && tasks::one_piece(row.position, f.window, kConfig.piece_tokens) && !gives(h);
   }
 
+  // Whether one of the record's tiles has the row.
+  MK_DEVICE static bool takes(const abi::Record& record, uint32_t r) {
+    return kShares == 1 || (r - record.tile_begin) % kShares < record.tile_count;
+  }
+
   // Attention writes and clears rows of one piece itself.
   MK_DEVICE static bool idles(const Worker& w, const abi::Record& record) {
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
@@ -211,7 +230,7 @@ struct Core<tasks::Combine<kConfig>> {
     for (const abi::StepHeader* h : {w.header, w.last}) {
 #pragma unroll 1
       for (uint32_t r = 0; r < h->rows; ++r) {
-        if (!one_piece(*h, f, h->row[r])) return false;
+        if (takes(record, r) && !one_piece(*h, f, h->row[r])) return false;
       }
     }
     return record.signal == abi::kNone;
@@ -224,20 +243,22 @@ struct Core<tasks::Combine<kConfig>> {
     Worker& w = s.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
-    float* out = tasks::workspace<float>(w, f.output) + record.tile_begin * kDim;
+    uint32_t tile = record.tile_begin;
+    do {
+      const uint32_t first = tile / kShares * kDim, columns = (kShares > 1 ? 1 : record.tile_count) * kDim;
+      float* out = tasks::workspace<float>(w, f.output) + first;
 #pragma unroll 1
-    for (uint32_t r = 0; r < w.last->rows; ++r) {
-      if (one_piece(*w.last, f, w.last->row[r])) continue;
+      for (uint32_t r = tile % kShares; r < w.last->rows; r += kShares) {
+        if (one_piece(*w.last, f, w.last->row[r])) continue;
 #pragma unroll 1
-      for (uint32_t i = w.warp_lane(); i < record.tile_count * kDim; i += 32) {
-        clear(before(w, out + r * kConfig.heads * kDim + i));
+        for (uint32_t i = w.warp_lane(); i < columns; i += 32) clear(before(w, out + r * kConfig.heads * kDim + i));
+        if (!kConfig.gives || !gives(*w.last)) continue;
+#pragma unroll 1
+        for (uint32_t i = w.warp_lane() * 2; i < columns; i += 64) {
+          store_word(before(w, given_pair(w, f, r, first + i)), kInvalid);
+        }
       }
-      if (!kConfig.gives || !gives(*w.last)) continue;
-#pragma unroll 1
-      for (uint32_t i = w.warp_lane() * 2; i < record.tile_count * kDim; i += 64) {
-        store_word(before(w, given_pair(w, f, r, record.tile_begin * kDim + i)), kInvalid);
-      }
-    }
+    } while (kShares > 1 && ++tile < record.tile_begin + record.tile_count);
     s.save();
   }
 

@@ -51,6 +51,7 @@ def balanced(nodes: Sequence[TaskNode], target: Target, context: int) -> Placeme
         counts = [base] * target.workers
         kind = (node.task, node.tiles)
         tired: set[int] = set()
+        apart: list[tuple[int, int]] | None = None
         if target.value_edges:
             tired = tired.union(*(late.get(r.tensor, ()) for r in node.task.reads(node, 0, node.tiles)))
         if target.value_edges and node.task.repeats and kind in before:
@@ -60,28 +61,45 @@ def balanced(nodes: Sequence[TaskNode], target: Target, context: int) -> Placeme
                 less = max(0, math.ceil(node.tiles / target.workers) - 1)
                 base, more = divmod(node.tiles - less * len(tired), target.workers - len(tired))
                 counts = [less if w in tired else base for w in range(target.workers)]
-            for worker in sorted(range(target.workers), key=lambda w: (w in tired, load[w], w))[:more]:
+            rank = sorted(range(target.workers), key=lambda w: (w in tired, load[w], w))
+            for worker in rank[:more]:
                 counts[worker] += 1
+            apart = _one_each(node, rank)
         before[kind] = counts
-        _note_late(late, node, counts)
-        for worker, count in enumerate(counts):
+        ranges = apart or list(zip(np.cumsum([0, *counts]).tolist(), counts))
+        _note_late(late, node, ranges)
+        for worker, (_, count) in enumerate(ranges):
             took = node.tiles / target.workers if tired else count  # what they are spared is not made up for
             load[worker] += took * tile + (target.task_us if took else 0.0)
-        build.add(index, counts)
+        build.add_ranges(index, ranges)
     return build.placement()
 
 
-def _note_late(late: dict[str, set[int]], node: TaskNode, counts: Sequence[int]) -> None:
+def _one_each(node: TaskNode, rank: Sequence[int]) -> list[tuple[int, int]] | None:
+    """First tile and tiles of each worker, of a node that idles and of whose tiles some have work in every step: these
+    go to the first workers of `rank`, as if there were no others. Of other nodes, or of too many tiles, None."""
+    first = node.task.first_tiles(node)
+    if not first or not node.task.idles or node.tiles > len(rank):
+        return None
+    rest = sorted(set(range(node.tiles)) - set(first))
+    ranges = [(0, 0)] * len(rank)
+    for workers, tiles in ((rank[: len(first)], first), (rank[len(first) : node.tiles], rest)):
+        for worker, tile in zip(sorted(workers), tiles):
+            ranges[worker] = tile, 1
+    return ranges
+
+
+def _note_late(late: dict[str, set[int]], node: TaskNode, ranges: Sequence[tuple[int, int]]) -> None:
     """Add to `late`, by tensor, the workers of this node that are the last to write it in every step."""
     written = [region.tensor for region in node.task.writes(node, 0, node.tiles)]
     instead = [region.tensor for region in node.task.may_write(node, 0, node.tiles)]
-    if first := node.task.first_tiles(node):
-        ends = np.cumsum(counts)
-        busy = {int(np.searchsorted(ends, tile, "right")) for tile in first}
+    first = node.task.first_tiles(node)
+    tiles = set(first or range(node.tiles))
+    busy = {w for w, (begin, count) in enumerate(ranges) if tiles.intersection(range(begin, begin + count))}
+    if late.keys() & set(written):  # in steps where the node before has not done it in its place
+        late.update({tensor: late[tensor] | busy for tensor in written if tensor in late})
+    elif first:
         late.update({tensor: set(busy) for tensor in (*written, *instead)})
-    elif late.keys() & set(written):  # in steps where the node before has not done it in its place
-        own = {worker for worker, count in enumerate(counts) if count}
-        late.update({tensor: late[tensor] | own for tensor in written if tensor in late})
 
 
 def critical_path(nodes: Sequence[TaskNode], target: Target, context: int) -> Placement:
@@ -127,11 +145,13 @@ class _Builder:
         self.queues: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]
 
     def add(self, node: int, counts: Sequence[int]) -> None:
-        first = 0
-        for queue, count in zip(self.queues, counts):
+        self.add_ranges(node, list(zip(np.cumsum([0, *counts]).tolist(), counts)))
+
+    def add_ranges(self, node: int, ranges: Sequence[tuple[int, int]]) -> None:
+        """First tile and tiles of each worker."""
+        for queue, (first, count) in zip(self.queues, ranges):
             if count:
                 queue.append((node, first, count))
-            first += count
 
     def placement(self) -> Placement:
         return tuple(tuple(q) for q in self.queues)

@@ -7,6 +7,7 @@ namespace megakernel::tasks {
 struct CombineConfig {
   int head_dim = 64;
   int heads = 1;
+  int shares = 1;
   int piece_tokens = 256;
   bool gives = false;
   bool half = false;
@@ -15,7 +16,7 @@ struct CombineConfig {
 template <CombineConfig kConfig>
 struct Combine {
   using Fields = abi::CombineFields;
-  static constexpr uint32_t kDim = kConfig.head_dim;
+  static constexpr uint32_t kDim = kConfig.head_dim, kShares = kConfig.shares;
 
   MK_DEVICE static void execute(Worker& w, const abi::Record& record, const Fields& f) {
     const uint64_t stride = kDim + 2;
@@ -23,8 +24,9 @@ struct Combine {
       const uint32_t position = w.header->row[r].position;
       const uint32_t first = first_seen(position, f.window) / kConfig.piece_tokens;
       const uint32_t last = position / kConfig.piece_tokens;
-      for (uint32_t h = record.tile_begin; h < record.tile_begin + record.tile_count; ++h) {
-        const uint64_t index = uint64_t(r) * kConfig.heads + h;
+      const uint32_t share = r % kShares, end = record.tile_begin + record.tile_count;
+      for (uint32_t t = (record.tile_begin + kShares - 1 - share) / kShares * kShares + share; t < end; t += kShares) {
+        const uint64_t index = uint64_t(r) * kConfig.heads + t / kShares;
         const float* pieces = workspace<const float>(w, f.partials) + index * f.max_pieces * stride;
         float* out = workspace<float>(w, f.output) + index * kDim;
         float top = -dev::kInfinity, total = 0.0f;

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megakernel.errors import LoweringError
 from megakernel.tasks.attention import NO_WINDOW, head_columns
 from megakernel.tasks.struct import Field, Struct
 from megakernel.tasks.task import Addresses, Cost, Region, Task, TaskNode, Variant
@@ -25,13 +26,17 @@ Array = npt.NDArray[Any]
 class CombineConfig(Variant):
     head_dim: int = 64
     heads: int = 1
+    shares: int = 1  # tiles of a head
     piece_tokens: int = 256
     gives: bool = False  # in steps of several rows it publishes its output packed, too, for the product that reads it
     half: bool = False  # in float16, not bfloat16
 
 
 class Combine(Task):
-    """Tile h is q head h of every row."""
+    """Tile h * shares + s is q head h of rows s, s + shares, ...
+
+    Who writes what within a head depends on the rows of the step: its columns are shared out in name only. Readers take
+    whole heads."""
 
     name = "combine"
     awaits_values = True
@@ -52,21 +57,27 @@ class Combine(Task):
     @staticmethod
     def reads(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
         """Whole KV heads: within one, who writes which item depends on the step."""
-        group, size = node.sizes["group"], head_columns(node.sizes)
-        low, high = first // group * group, -(-(first + count) // group) * group
+        size, tiles = head_columns(node.sizes), node.sizes["group"] * node.sizes["shares"]
+        low, high = first // tiles * node.sizes["group"], -(-(first + count) // tiles) * node.sizes["group"]
         return (Region(node.tensors["partials"], low * size, high * size),)
 
     @staticmethod
     def writes(node: TaskNode, first: int, count: int) -> tuple[Region, ...]:
-        d = node.sizes["head_dim"]
+        d = node.sizes["head_dim"] // node.sizes["shares"]
         return (Region(node.tensors["output"], first * d, (first + count) * d),)
 
     @staticmethod
     def cost(node: TaskNode, first: int, count: int, context: int) -> Cost:
         assert isinstance(node.variant, CombineConfig)
         pieces = -(-(min(context, node.sizes["window"]) + 1) // node.variant.piece_tokens)
-        elements = float(count * pieces * (node.sizes["head_dim"] + 2))
+        elements = float(count * pieces * (node.sizes["head_dim"] + 2)) / node.sizes["shares"]
         return Cost(0.0, 4.0 * elements, 3.0 * elements)
+
+    @staticmethod
+    def first_tiles(node: TaskNode) -> tuple[int, ...]:
+        """Those of row 0, where there are others."""
+        shares = node.sizes["shares"]
+        return tuple(range(0, node.tiles, shares)) if shares > 1 else ()
 
     @staticmethod
     def by_value(node: TaskNode) -> bool:
@@ -85,17 +96,19 @@ class Combine(Task):
 
 def node(
     name: str, *, heads: int, kv_heads: int, head_dim: int, partials: str, output: str, piece_tokens: int,
-    max_pieces: int, window: int | None = None, layer: int = -1, direct: bool = False,
+    max_pieces: int, window: int | None = None, layer: int = -1, direct: bool = False, shares: int = 1,
 ) -> TaskNode:  # fmt: skip
     """Combine after an attention with the same sizes. Tensor `output`: f32 [rows, heads * head_dim]. `direct`: the
-    attention has the same output and writes the rows of one piece itself."""
+    attention has the same output and writes the rows of one piece itself. `shares`: tiles of a head."""
+    if shares < 1 or head_dim % shares:
+        raise LoweringError(f"combine {name}: {shares} shares of a head, whose head_dim {head_dim} is no multiple")
     sizes = {
         "head_dim": head_dim, "group": heads // kv_heads, "max_pieces": max_pieces, "window": window or NO_WINDOW,
-        "direct": int(direct),
+        "direct": int(direct), "shares": shares,
     }  # fmt: skip
     return TaskNode(
-        name, Combine, CombineConfig(head_dim, heads, piece_tokens), heads, {"partials": partials, "output": output},
-        {}, sizes, {}, layer,
+        name, Combine, CombineConfig(head_dim, heads, shares, piece_tokens), heads * shares,
+        {"partials": partials, "output": output}, {}, sizes, {}, layer,
     )  # fmt: skip
 
 
@@ -115,13 +128,16 @@ class Case:
     head_dim: int
     window: int | None = None
     piece_tokens: int = 64
+    shares: int = 1
 
 
 def cases() -> tuple[Case, ...]:
-    """One piece, exactly full pieces, one more, a window that skips the first pieces."""
+    """One piece, exactly full pieces, one more, a window that skips the first pieces; more shares than rows, fewer."""
     return (
         Case((0,), 3, 1, 16),
         Case((63, 64, 127, 128), 4, 2, 24),
         Case((300,), 9, 3, 64),
         Case((300, 10, 130), 2, 2, 8, window=100),
+        Case((300, 10, 130), 3, 1, 16, shares=4),
+        Case((63, 64, 300, 128, 5), 4, 2, 24, shares=2),
     )

@@ -184,7 +184,8 @@ class Task(ABC):
 
     @staticmethod
     def first_tiles(node: TaskNode) -> tuple[int, ...]:
-        """Tiles that have work in every step, of a task whose others have some only in long contexts."""
+        """Tiles that have work in every step, of a task whose others have some only in long contexts, or that a step of
+        one row gives some, of a task whose others have none there."""
         return ()
 
     @staticmethod

@@ -7,6 +7,7 @@ a step has one row or several. Caches and fences are not imitated.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,14 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def opened(config: Mapping[str, Any], cache: Path, workers: int, **options: Any) -> tuple[Runtime, Any, Any]:
+def opened(
+    config: Mapping[str, Any], cache: Path, workers: int, piece_tokens: int | None = None, **options: Any
+) -> tuple[Runtime, Any, Any]:
     device, graph = EmulatedCuda(workers), build_graph(config)
+    target = device.target if piece_tokens is None else replace(device.target, piece_tokens=piece_tokens)
     weights = random_weights(graph, seed=3, dtype="bf16")
-    chosen = {"dtype": "bf16", "max_context": 192, "max_slots": 3, **options}
-    program = build_program(config, device.target, device, cache=cache, **chosen)
+    chosen = {"dtype": "bf16", "max_context": 192, "max_slots": 3, "max_rows": 16, **options}
+    program = build_program(config, target, device, cache=cache, **chosen)
     return Runtime(program, device, weights.read, spin_budget_ns=60_000_000_000), graph, weights
 
 
@@ -126,6 +130,22 @@ def test_same_tokens_on_any_number_of_workers(workers: int, cache: Path) -> None
         finally:
             run.close()
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(("rows", "shares"), [(16, 2), pytest.param(64, 4, marks=pytest.mark.slow)])
+def test_rows_of_a_head_on_several_workers(rows: int, shares: int, cache: Path) -> None:
+    """Rows of two and three pieces, all in a step and one, with one tile of `combine` a head and with more; the second
+    layer reads what the first made of each row."""
+    config = {**LLAMA, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    logits = []
+    for room, workers, tiles in ((8, 2, 1), (rows, 2 * shares, shares)):
+        run = opened(config, cache, workers, max_rows=room, piece_tokens=64)[0]
+        assert any(f".shares = {tiles}," in variant for variant in run.manifest.variants)
+        try:
+            logits.append(forced_logits(run, prompts(run.manifest.vocab, (133,))[0], 131))
+        finally:
+            run.close()
+    assert logits[0].tobytes() == logits[1].tobytes()
 
 
 def test_a_bound_keeps_steps_of_a_paced_program_short(cache: Path) -> None:

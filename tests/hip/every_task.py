@@ -34,7 +34,8 @@ def every_task(target: Target) -> list[TaskNode]:
         input.node("input", cols=96, output="x", width=96, column=0),
         output.node("output", cols=96, input="x", width=96, column=0, result="r"),
         combine.node(
-            "combine", heads=6, kv_heads=2, head_dim=64, partials="p", output="y", piece_tokens=PIECE, max_pieces=2
+            "combine", heads=6, kv_heads=2, head_dim=64, partials="p", output="y", piece_tokens=PIECE, max_pieces=2,
+            shares=2,
         ),
         *_norms(),
         *_exchanges(),

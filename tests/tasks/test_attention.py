@@ -211,7 +211,7 @@ def test_combine_values(case: combine.Case) -> None:
     rng = np.random.default_rng(1)
     node = combine.node(
         "c", heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, partials="p", output="o",
-        piece_tokens=case.piece_tokens, max_pieces=CONTEXT // case.piece_tokens, window=case.window,
+        piece_tokens=case.piece_tokens, max_pieces=CONTEXT // case.piece_tokens, window=case.window, shares=case.shares,
     )  # fmt: skip
     shape = (len(case.positions), case.heads, CONTEXT // case.piece_tokens, case.head_dim + 2)
     partials = rng.standard_normal(shape).astype(np.float32)
@@ -236,7 +236,7 @@ def combine_kernel() -> tuple[Path, tuple[TaskNode, ...]]:
     nodes = tuple(
         combine.node(
             "c", heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, partials="p", output="o",
-            piece_tokens=c.piece_tokens, max_pieces=CONTEXT // c.piece_tokens, window=c.window,
+            piece_tokens=c.piece_tokens, max_pieces=CONTEXT // c.piece_tokens, window=c.window, shares=c.shares,
         )
         for c in combine.cases()
     )  # fmt: skip

@@ -341,6 +341,19 @@ def test_ticket_counters_and_payload() -> None:
         verify(broken)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows", "shares"),
+    [("llama-3.2-1b", 8, 1), ("llama-3.2-1b", 16, 2), ("llama-3.2-1b", 64, 4), ("qwen3-0.6b", 64, 8)],
+)
+def test_rows_of_a_head_are_added_by_several_workers(shape: str, rows: int, shares: int) -> None:
+    """Of programs with more rows than a worker has warps; no worker has two shares."""
+    plan = make_plan(shape_config(shape), TARGETS["sm_90a"], max_slots=rows, max_rows=rows, max_context=512)
+    node = plan.schedule.nodes[9]
+    assert node.task.name == "combine" and node.tiles == shares * shape_config(shape)["num_attention_heads"]
+    placed = [e.count for queue in plan.schedule.queues for e in queue if e.node == 9]
+    assert placed == [1] * node.tiles
+
+
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "llama-3.2-1b"])
 def test_workers_that_end_attention_get_less_of_what_reads_it(shape: str) -> None:
     """Where edges are by value. On an H200: 13 us of a step of Qwen3-0.6B at 32 tokens, 11 of Llama-3.2-1B at 4,096."""
