@@ -73,6 +73,8 @@ def parts(models: Sequence[str], sanitizer: str | None) -> tuple[Part, ...]:
     broad = tuple(Build("tiny-broad", of_tests(["tiny-broad"])[0].options, w) for w in (None, 100, 66, 40, 25))
     wide = (*of_tests(models, max_rows=16), *of_tests(models, max_rows=64, max_slots=64))
     delayed = of_tests(["tiny-llama"], max_rows=64, max_slots=64, chaos=True)
+    paged = ("tiny-llama", "tiny-qwen3", "tiny-gemma2", "tiny-broad")
+    eight = (*of_tests(paged, kv_dtype="f8"), *of_tests(paged, kv_dtype="f8", max_rows=64, max_slots=64))
     left_out = tuple(Build("tiny-llama", of_tests(["tiny-llama"])[0].options, w) for w in (128, 100, 66))
     one = of_shape("llama-3.2-1b", 160, max_slots=1)
     recorded = Build(one.name, {**one.options, "trace": True})
@@ -83,6 +85,7 @@ def parts(models: Sequence[str], sanitizer: str | None) -> tuple[Part, ...]:
              (*of_tests(tiny), *few, *broad, *of_tests(["tiny-llama"], chaos=True),
               *of_tests(["tiny-llama"], inputs=True, hidden=True))),
         Part("wide", 150, (*PYTEST, "tests/gpu/test_wide.py"), (*wide, *delayed)),
+        Part("f8", 150, (*PYTEST, "tests/gpu/test_f8.py"), eight),
         Part("acceptance", 150, (*PYTEST, "tests/gpu/test_acceptance.py", "-k", "not sanitizer and not demo_model"),
              (*of_tests(models, keep_tensors=True, max_slots=1), *left_out,
               *of_tests(["tiny-llama"], max_context=2047, max_slots=1))),

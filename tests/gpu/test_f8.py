@@ -20,7 +20,10 @@ from tests.gpu.machine import EMULATED, NAME, needs_device, opened, prompts
 pytestmark = [needs_device, pytest.mark.alone]
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-qwen3", "tiny-gemma2", "tiny-broad"])
+MODELS = ("tiny-llama", "tiny-qwen3", "tiny-gemma2", "tiny-broad")
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Any, Any]]:
     made = opened(request.param, kv_dtype="f8")
     yield made
@@ -64,3 +67,20 @@ def test_equal_from_run_to_run(model: tuple[Runtime, Any, Any]) -> None:
     run = model[0]
     given = prompts(run.manifest.vocab, (300,))
     assert len({tuple(generate(run, given, 30)[0]) for _ in range(10)}) == 1
+
+
+def test_many_rows_a_step(model: tuple[Runtime, Any, Any], request: pytest.FixtureRequest) -> None:
+    """Of a program with room for 64: a prompt's rows together, and beside other sequences."""
+    narrow, name = model[0], request.node.callspec.params["model"]
+    wide = opened(name, kv_dtype="f8", max_rows=64, max_slots=64)[0]
+    given = prompts(narrow.manifest.vocab, (300, 70, 5, 1, *[3 + i * 7 % 40 for i in range(16)]))
+    try:
+        narrow.reset()
+        got, want = forced_logits(wide, given[0], 277), forced_logits(narrow, given[0], 277)
+        assert (got.view(np.uint32) == want.view(np.uint32)).all()
+        wide.reset()
+        together = generate(wide, given, 12)
+        for first in range(0, len(given), 4):
+            assert together[first : first + 4] == generate(narrow, given[first : first + 4], 12)
+    finally:
+        wide.close()
