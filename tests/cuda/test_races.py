@@ -66,7 +66,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     chaos = bool(options.get("chaos"))
     planned = {name: value for name, value in options.items() if name != "chaos"}
-    plan = make_plan(config, EmulatedCuda(WORKERS).target, **BUILD, **planned)
+    plan = make_plan(config, EmulatedCuda(WORKERS).target, **{**BUILD, **planned})
     flags = (*host_flags(plan.target, chaos, TUNABLES), *FLAGS, *SEEN, *defines)
     source, output = plan_source(plan, chaos=chaos), folder / "kernel"
     compile_on_host(source, INCLUDE, output, HERE, find_compiler(), flags, standalone=True)
