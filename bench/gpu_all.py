@@ -58,7 +58,7 @@ class Part:
 
 def of_tests(names: Iterable[str], **options: Any) -> tuple[Build, ...]:
     """As tests.gpu.machine.opened does."""
-    chosen = {"dtype": "bf16", "max_context": 1024, "max_slots": 4, **options}
+    chosen = {"dtype": "bf16", "max_context": 1024, "max_slots": 4, "max_rows": 16, **options}
     return tuple(Build(name, chosen) for name in names)
 
 

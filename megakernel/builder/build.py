@@ -270,7 +270,10 @@ def _rows(lowered: Lowered, limits: Limits, target: Target) -> int:
     """max_rows of a program whose user did not say."""
     row_bytes = plan(lowered.nodes, lowered.tensors, reuse=not target.value_edges).total / limits.max_rows
     flops = row_flops(lowered.nodes, context_of(limits))
-    return default_rows(target, float(lowered.stream_bytes), flops, row_bytes)
+    room = MOST_ROWS[target.backend] if target.backend != "cuda" or lowered.ranks == 1 else TILE_ROWS
+    return default_rows(
+        target, float(lowered.stream_bytes), flops, row_bytes, room=room, alone=limits.max_slots == 1
+    )
 
 
 def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, variants: tuple[str, ...]) -> Manifest:

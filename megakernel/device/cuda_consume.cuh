@@ -328,6 +328,7 @@ __device__ __noinline__ void consume_tile() {
     out.begin(c);
     out.put(c, input, d, rows, flags.norm());
     input.restart();
+    if (!consumers_store(rows, f.units, flags.sampled(), first + kBlockTiles >= record.tile_count)) continue;
     store_own_rows<kFlags>(record.tile_begin + first, tiles, out.at & 1, (w.state().sums_parity >> (out.at & 1) & 1) ^ 1);
   }
   input.leave(c, f);

@@ -77,13 +77,20 @@ struct Consumer {
     if constexpr (kChaos) s.random = w.random;
     __syncwarp();
   }
+  // When it has met and neither summed nor broadcast.
+  MK_DEVICE void save_met() const {
+    save_own();
+    w.state().group_parity = w.group_parity;
+    __syncwarp();
+  }
 
   // Scratch below the sums, with what the loaders have put there; and back again.
   MK_DEVICE bool has_input() const { return barrier_test(shared_address(&block().input_full), input_parity); }
   MK_DEVICE void take_input() { w.wait_barrier(&block().input_full, input_parity); }
-  MK_DEVICE void free_input() {
+  // word: of all that was loaded from it, where nothing that was made of it has been stored.
+  MK_DEVICE void free_input(uint32_t word = 0) {
     __syncwarp();
-    barrier_arrive_warp(&block().input_empty);
+    barrier_arrive_warp(beyond(&block().input_empty, once_loaded(word, ring.end)));
     input_parity ^= 1;
   }
 

@@ -17,11 +17,11 @@ struct LoadedHeads {
   }
 };
 
-template <tasks::AttentionConfig kConfig>
+// kStretch: of an item in a stretch.
+template <tasks::AttentionConfig kConfig, class Items, bool kStretch = false>
 struct HeadLoader : PageShape<kConfig> {
   using Shape = PageShape<kConfig>;
   using Fields = abi::AttentionFields;
-  using Items = PageItems<kConfig>;
   using Shape::kDim, Shape::kGroup, Shape::kHeads, Shape::kKvHeads, Shape::kPage, Shape::kPiece, Shape::kHalfRotary;
   MK_DEVICE static constexpr uint32_t lanes(uint32_t parts) { return parts <= 4 ? 4 : parts <= 8 ? 8 : parts <= 16 ? 16 : 32; }
   // Elements of a lane: four where the heads of one row are loaded at once all the same.
@@ -34,13 +34,24 @@ struct HeadLoader : PageShape<kConfig> {
 
   using Elements = Part<kEach>;
   enum class Kind { kQuery, kKey, kValue, kNone };
+  static constexpr uint32_t kNoPage = ~0u, kFreshFrom = kStretch ? Shape::kFreshAt : Shape::kQueryBytes;
 
   // What a lane has.
   struct Head {
     Kind kind = Kind::kNone;
-    uint32_t place = 0, position = 0, page = 0;  // place: q-row of the block, or row of the fresh ones
+    uint32_t place = 0, position = 0, page = 0;  // place: q-row of the block or stretch, or row of the fresh ones
     const float* from = nullptr;
     Elements cos, sin, gamma;
+  };
+
+  // The elements of a head that other workers publish, as words that may not be there yet.
+  struct Words {
+    Quad q[Elements::kQuads];
+
+    MK_DEVICE void fetch(const Head& h) {
+#pragma unroll
+      for (uint32_t j = 0; j < Elements::kQuads; ++j) q[j] = load_quad(h.from + 4 * j);
+    }
   };
 
   Loader& l;
@@ -64,16 +75,26 @@ struct HeadLoader : PageShape<kConfig> {
     if (!query) {  // only the tile with the item that it belongs to takes it
       const uint32_t piece = row.position / kPiece;
       if (piece < item.piece || (piece - item.piece) % f.splits != 0) return h;
-      h.page = load_word(reinterpret_cast<const uint32_t*>(w.args.page_table) + uint64_t(row.slot) * w.args.pages_per_slot +
-                         row.position / kPage);
+      h.page = page_index(row);
     }
     h.kind = query ? Kind::kQuery : other % 2 == 0 ? Kind::kKey : Kind::kValue;
     h.place = query ? n : other / 2;
-    const uint32_t head = query ? item.head * kGroup + m % kGroup : kHeads + item.head + other % 2 * kKvHeads;
+    complete(h, r, query ? m : other);
+    return h;
+  }
+
+  // The rest of a head of row `r` of the step. m: of a query its q-row, else odd of a value.
+  MK_DEVICE void complete(Head& h, uint32_t r, uint32_t m) const {
+    Worker& w = l.w;
+    const bool query = h.kind == Kind::kQuery;
+    const uint32_t head = query ? item.head * kGroup + m % kGroup : kHeads + item.head + m % 2 * kKvHeads;
     h.from = tasks::workspace<const float>(w, f.qkv) + uint64_t(r) * Shape::kColumns + head * kDim + i * kEach;
     if (normed(h.kind)) h.gamma.load_fixed(tasks::weights<float>(w, query ? f.q_gamma : f.k_gamma) + i * kEach);
     if (h.kind != Kind::kValue) angles(h);
-    return h;
+  }
+  MK_DEVICE uint32_t page_index(const abi::Row& row) const {
+    return load_word(reinterpret_cast<const uint32_t*>(l.w.args.page_table) + uint64_t(row.slot) * l.w.args.pages_per_slot +
+                     row.position / kPage);
   }
 
   MK_DEVICE static bool normed(Kind kind) {
@@ -96,6 +117,48 @@ struct HeadLoader : PageShape<kConfig> {
     }
   }
 
+  // Of a stretch, head `n` of what comes at once: a key and a value of each of these fresh rows, then all queries.
+  MK_DEVICE Head find(const FreshRows& fresh, uint32_t heads, uint32_t n) const {
+    Head h;
+    h.cos.zero(), h.sin.zero(), h.gamma.zero();
+    if (n >= heads || i >= kParts) return h;
+    const bool query = n >= 2 * fresh.count;
+    const uint32_t m = query ? n - 2 * fresh.count : n, r = query ? item.group_row + m / kGroup : fresh.first + m / 2;
+    const abi::Row& row = l.w.header->row[r];
+    h.position = row.position;
+    h.kind = query ? Kind::kQuery : m % 2 == 0 ? Kind::kKey : Kind::kValue;
+    h.place = query ? m : m / 2;
+    // A row's own stretch puts it into its page.
+    h.page = query || r < item.group_row ? kNoPage : page_index(row);
+    complete(h, r, m);
+    return h;
+  }
+
+  // All of an item in a stretch: what does not fit beside the queries comes before them.
+  MK_DEVICE void run_stretch() {
+    const FreshRows all = item.fresh();
+#pragma unroll 1
+    for (uint32_t done = 0;;) {
+      const FreshRows fresh = {all.first + done, tasks::least(all.count - done, Shape::kFreshAtOnce)};
+      done += fresh.count;
+      const bool last = done == all.count;
+      const uint32_t heads = 2 * fresh.count + (last ? item.group_rows * kGroup : 0);
+      const uint32_t own = Loader::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
+      l.begin();
+      Head next = find(fresh, heads, own);
+      Words words = ask(next);
+#pragma unroll 1
+      for (uint32_t n = kAtOnce; n < heads + kAtOnce; n += kAtOnce) {
+        const Head h = next;
+        Words of_h = words;
+        next = find(fresh, heads, n + own);  // on their way while those before are put
+        words = ask(next);
+        put_head(h, of_h, n >= heads);
+      }
+      if (last) return;
+    }
+  }
+
   MK_DEVICE void run(uint32_t base) {
     const typename Shape::Fresh fresh(base, item.group_rows);
     const uint32_t heads = tasks::least(kBlockRows, item.group_rows * kGroup - base) + 2 * (fresh.end - fresh.first);
@@ -106,46 +169,50 @@ struct HeadLoader : PageShape<kConfig> {
       const Head h = find(base, n + own);
       if (!begun) l.begin();
       begun = true;
-      Elements x = wait(h);
-      norm(h, x);
-      turn(h, x);
-      Bits bits;
-#pragma unroll
-      for (uint32_t j = 0; j < kEach / 2; ++j) bits.word[j] = pack<Shape::kHalf>(x.v[2 * j], x.v[2 * j + 1]);
-      if constexpr (Shape::kEight) {
-        const uint32_t exponent = exponent_of(x);
-        const Codes<kEach> codes = codes_of(x, inverse_power(exponent));
-        if (h.kind == Kind::kQuery) put(h, bits);
-        put_codes(h, codes, exponent);
-        if (n + kAtOnce >= heads) l.end();
-        put_page(h, codes, exponent);
-      } else {
-        put(h, bits);
-        if (n + kAtOnce >= heads) l.end();
-        put_page(h, bits);
-      }
+      Words words = ask(h);
+      put_head(h, words, n + kAtOnce >= heads);
     }
   }
 
-  // The elements of a head that other workers publish.
-  MK_DEVICE Elements wait(const Head& h) {
-    Quad q[Elements::kQuads];
-    const auto fetch = [&] {
+  // last: of what the loaders lend at once.
+  MK_DEVICE void put_head(const Head& h, Words& words, bool last) {
+    Elements x = wait(h, words);
+    norm(h, x);
+    turn(h, x);
+    Bits bits;
 #pragma unroll
-      for (uint32_t j = 0; j < Elements::kQuads; ++j) q[j] = load_quad(h.from + 4 * j);
-    };
+    for (uint32_t j = 0; j < kEach / 2; ++j) bits.word[j] = pack<Shape::kHalf>(x.v[2 * j], x.v[2 * j + 1]);
+    if constexpr (Shape::kEight) {
+      const uint32_t exponent = exponent_of(x);
+      const Codes<kEach> codes = codes_of(x, inverse_power(exponent));
+      if (h.kind == Kind::kQuery) put(h, bits);
+      put_codes(h, codes, exponent);
+      if (last) l.end();
+      put_page(h, codes, exponent);
+    } else {
+      put(h, bits);
+      if (last) l.end();
+      put_page(h, bits);
+    }
+  }
+
+  MK_DEVICE Words ask(const Head& h) const {
+    Words words;
 #pragma unroll
-    for (Quad& v : q) v = Quad{0, 0, 0, 0};
-    if (h.kind != Kind::kNone) fetch();
+    for (Quad& v : words.q) v = Quad{0, 0, 0, 0};
+    if (h.kind != Kind::kNone) words.fetch(h);
+    return words;
+  }
+  MK_DEVICE Elements wait(const Head& h, Words& words) {
     l.w.spin([&] {
-      uint32_t all = worst(q[0]);
-      if constexpr (Elements::kQuads > 1) all = larger(all, worst(q[1]));
-      if (all == kInvalid) fetch();
+      uint32_t all = worst(words.q[0]);
+      if constexpr (Elements::kQuads > 1) all = larger(all, worst(words.q[1]));
+      if (all == kInvalid) words.fetch(h);
       return !__any_sync(0xffffffffu, all == kInvalid);
     }, abi::FaultKind::kValueBudget, 0);
     trace::ready_now(l.w, abi::Role::kLoader);
     Elements x;
-    x.set(q);
+    x.set(words.q);
     return x;
   }
 
@@ -172,7 +239,8 @@ struct HeadLoader : PageShape<kConfig> {
 #pragma unroll
       for (uint32_t j = 0; j < kEach; ++j) {
         const float other = __shfl_sync(0xffffffffu, x.v[j], partner);
-        if (turned) x.v[j] = low ? x.v[j] * h.cos.v[j] - other * h.sin.v[j] : x.v[j] * h.cos.v[j] + other * h.sin.v[j];
+        const float turning = other * h.sin.v[j];  // rounded first, see `rotate`
+        if (turned) x.v[j] = fmaf(x.v[j], h.cos.v[j], low ? -turning : turning);
       }
     }
   }
@@ -197,12 +265,12 @@ struct HeadLoader : PageShape<kConfig> {
   MK_DEVICE void put_codes(const Head& h, const Codes<kEach>& codes, uint32_t exponent) const {
     if (h.kind == Kind::kNone || h.kind == Kind::kQuery) return;
     const uint32_t value = h.kind == Kind::kValue;
-    uint8_t* fresh = block().scratch + Shape::kQueryBytes + h.place * Shape::kFreshBytes;
+    uint8_t* fresh = block().scratch + kFreshFrom + h.place * Shape::kFreshBytes;
     *reinterpret_cast<Codes<kEach>*>(fresh + value * kDim + i * kEach) = codes;
     if (i == 0) fresh[2 * kDim + value] = uint8_t(exponent);
   }
   MK_DEVICE void put_page(const Head& h, const Codes<kEach>& codes, uint32_t exponent) const {
-    if (h.kind == Kind::kNone || h.kind == Kind::kQuery) return;
+    if (!stored(h)) return;
     const uint32_t token = h.position % kPage, value = h.kind == Kind::kValue;
     char* page = page_of(h);
     if (i == 0) page[Shape::kExponents + value * kPage + token] = char(exponent);
@@ -211,6 +279,11 @@ struct HeadLoader : PageShape<kConfig> {
     } else {
       *reinterpret_cast<Codes<kEach>*>(page + Shape::key_at(token, i * kEach)) = codes;
     }
+  }
+  // Whether it goes to its page, for the steps to come.
+  MK_DEVICE static bool stored(const Head& h) {
+    if (kStretch && h.page == kNoPage) return false;
+    return h.kind == Kind::kKey || h.kind == Kind::kValue;
   }
   MK_DEVICE char* page_of(const Head& h) const {
     char* pool = reinterpret_cast<char*>(l.w.args.kv + f.layer * l.w.args.kv_layer_stride);
@@ -227,14 +300,16 @@ struct HeadLoader : PageShape<kConfig> {
   MK_DEVICE void put(const Head& h, const Bits& bits) const {
     if (h.kind == Kind::kNone) return;
     const uint32_t octet = i * kEach / 8, within = i * kEach % 8 * 2;
-    const uint32_t query = octet / 4 * 512 + (h.place * 4 + octet % 4) * 16 + within;
-    const uint32_t fresh = Shape::kQueryBytes + h.place * Shape::kFreshBytes + (h.kind == Kind::kValue) * kDim * 2 + i * kEach * 2;
+    const uint32_t block_at = kStretch ? h.place / kBlockRows * Shape::kQueryBytes : 0;
+    const uint32_t place = kStretch ? h.place % kBlockRows : h.place;
+    const uint32_t query = block_at + octet / 4 * 512 + (place * 4 + octet % 4) * 16 + within;
+    const uint32_t fresh = kFreshFrom + h.place * Shape::kFreshBytes + (h.kind == Kind::kValue) * kDim * 2 + i * kEach * 2;
     *reinterpret_cast<Bits*>(block().scratch + (h.kind == Kind::kQuery ? query : fresh)) = bits;
   }
 
   // A key or a value into its page, for the steps to come: in this one nobody reads it there.
   MK_DEVICE void put_page(const Head& h, const Bits& bits) const {
-    if (h.kind == Kind::kNone || h.kind == Kind::kQuery) return;
+    if (!stored(h)) return;
     const uint32_t token = h.position % kPage;
     char* page = page_of(h);
     if (h.kind == Kind::kKey) {

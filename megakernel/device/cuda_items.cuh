@@ -35,6 +35,22 @@ struct PageShape {
   // Scratch of an item: queries as A operand, keys and values of this step's rows, what is merged.
   static constexpr uint32_t kQueryBytes = kChunks * 512, kFreshBytes = 2 * kDim * kElement + (kEight ? 16 : 0);
   static constexpr uint32_t kFreshRows = (kBlockRows + kGroup - 1) / kGroup, kMergeAt = kQueryBytes + kFreshRows * kFreshBytes;
+  // In wide steps the rows of one slot, where they are more than kTogether, are dealt in stretches, each with its own items: a
+  // block of q-rows a consumer, who takes it through all runs of the piece. Scratch of such an item: the queries of all
+  // blocks, and as many fresh rows as fit behind them.
+  static constexpr uint32_t kTogether = 2 * kBlockRows > kGroup ? 2 * kBlockRows / kGroup : 1, kWideRoom = Sums::below(1);
+  static constexpr uint32_t kFitting = kWideRoom * 5 / 8 / kQueryBytes, kBlocks = kFitting < kConsumers ? kFitting : kConsumers;
+  static constexpr uint32_t kStretchRows = kWide ? kBlocks * kBlockRows / kGroup : 0;  // at most; none: no stretches
+  static constexpr uint32_t kFreshAt = kBlocks * kQueryBytes, kFreshAtOnce = (kWideRoom - kFreshAt) / kFreshBytes;
+  static_assert(kFreshAtOnce > 0);
+
+  // Whether a step has stretches.
+  MK_DEVICE static bool stretches(const abi::StepHeader& h) {
+    if (kStretchRows == 0 || h.rows <= kNarrowRows) return false;
+    bool some = false;
+    for (uint32_t r = lane_of_warp(); r + kTogether < h.rows; r += 32) some |= h.row[r].slot == h.row[r + kTogether].slot;
+    return __any_sync(0xffffffffu, some);
+  }
 
   // Where element `dim` of token `t` of a page is.
   MK_DEVICE static uint32_t key_at(uint32_t t, uint32_t dim) {
@@ -81,11 +97,27 @@ struct Item {
   uint32_t head, group_row, group_rows, piece, piece_end, count, page, last_page;  // count: items so far, modulo splits
 };
 
-// The items of a record in order. The first `next` goes to the first.
-template <tasks::AttentionConfig kConfig>
-struct PageItems : Item {
-  static constexpr uint32_t kPage = PageShape<kConfig>::kPage, kPiece = PageShape<kConfig>::kPiece;
-  static constexpr uint32_t kPiecePages = PageShape<kConfig>::kPiecePages;
+// Of a slot whose rows are dealt in stretches: they are [row, end) of the step, `each` to a stretch; 0: all are one group.
+struct Stretches {
+  uint32_t row, end, each;
+};
+template <bool kStretches>
+struct SlotOf {};
+template <>
+struct SlotOf<true> {
+  Stretches slot;
+};
+
+// Rows of the step whose keys and values an item has to put into its pages.
+struct FreshRows {
+  uint32_t first, count;
+};
+
+// The items of a record in order. The first `next` goes to the first. kStretches: of a step that has some.
+template <tasks::AttentionConfig kConfig, bool kStretches>
+struct PageItems : Item, SlotOf<kStretches> {
+  using Shape = PageShape<kConfig>;
+  static constexpr uint32_t kPage = Shape::kPage, kPiece = Shape::kPiece, kPiecePages = Shape::kPiecePages;
   const abi::StepHeader& h;
   const abi::AttentionFields& f;
 
@@ -109,6 +141,17 @@ struct PageItems : Item {
     }
     return false;
   }
+  MK_DEVICE bool in_stretches() const { return this->slot.each > 0; }
+
+  // Of an item in a stretch: rows of the slot up to its last, those before it too, that lie in the piece and that it sees.
+  MK_DEVICE FreshRows fresh() const {
+    const Stretches& slot = this->slot;
+    const uint32_t begin = h.row[slot.row].position, past = (piece + 1) * kPiece;
+    const uint32_t seen = tasks::most(piece * kPiece, tasks::first_seen(h.row[group_row].position, f.window));
+    const uint32_t first = slot.row + (seen > begin ? seen - begin : 0);
+    const uint32_t last = tasks::least(group_row + group_rows, slot.row + (past > begin ? past - begin : 0));
+    return {first, last > first ? last - first : 0};
+  }
 
  private:
   MK_DEVICE void begin_tile() {
@@ -116,6 +159,7 @@ struct PageItems : Item {
     share = tile - head * f.splits;
     count = head % f.splits;
     group_row = group_rows = piece = piece_end = 0;
+    if constexpr (kStretches) this->slot = {};
   }
 
   MK_DEVICE bool next_group() {
@@ -123,14 +167,42 @@ struct PageItems : Item {
     group_rows = 0;
     piece = piece_end;  // not an item
     if (group_row >= h.rows) return false;
-    group_rows = 1;
-    while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == h.row[group_row].slot) ++group_rows;
+    if constexpr (kStretches) {
+      next_stretch();
+    } else {
+      group_rows = 1;
+      while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == h.row[group_row].slot) ++group_rows;
+    }
     const uint32_t first = tasks::first_seen(h.row[group_row].position, f.window) / kPiece;
     piece_end = h.row[group_row + group_rows - 1].position / kPiece + 1;
     piece = first + (share >= count ? share - count : share + f.splits - count);
     count += piece_end - first;
     if (count >= f.splits) count %= f.splits;
     return true;
+  }
+
+  MK_DEVICE void next_stretch() {
+    Stretches& slot = this->slot;
+    if (group_row >= slot.end) {
+      group_rows = 1;
+      while (in_group(group_rows)) group_rows += in_group(group_rows + 7) ? 8 : 1;
+      slot = {group_row, group_row + group_rows, rows_of_stretch()};
+    }
+    group_rows = slot.end - group_row;
+    if (in_stretches()) group_rows = tasks::least(slot.each, group_rows);
+  }
+  // Whether the row so far behind the group's first is of its slot.
+  MK_DEVICE bool in_group(uint32_t behind) const {
+    return group_row + behind < h.rows && h.row[group_row + behind].slot == h.row[group_row].slot;
+  }
+
+  // Of the slot whose rows the group now has: so many that each tile of the head gets an item, if there are as many.
+  MK_DEVICE uint32_t rows_of_stretch() const {
+    if (group_rows <= Shape::kTogether) return 0;
+    const uint32_t first = tasks::first_seen(h.row[group_row].position, f.window) / kPiece;
+    const uint32_t pieces = h.row[group_row + group_rows - 1].position / kPiece + 1 - first;
+    const uint32_t rows = (group_rows * pieces + f.splits - 1) / f.splits;
+    return tasks::least(tasks::most(rows, (kBlockRows + Shape::kGroup - 1) / Shape::kGroup), Shape::kStretchRows);
   }
 
   MK_DEVICE void set_pages() {
@@ -174,9 +246,10 @@ struct Part {
   }
 };
 
-// (x, y) -> (x cos - y sin, y cos + x sin)
+// (x, y) -> (x cos - y sin, y cos + x sin). Said which product is rounded first: left alone, compilers differ from function
+// to function.
 MK_DEVICE void rotate(float& x, float& y, float cos, float sin) {
-  const float a = x * cos - y * sin, b = y * cos + x * sin;
+  const float a = fmaf(x, cos, -(y * sin)), b = fmaf(x, sin, y * cos);
   x = a;
   y = b;
 }

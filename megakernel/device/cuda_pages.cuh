@@ -9,6 +9,28 @@
 
 #include "megakernel/device/cuda_heads.cuh"
 
+namespace megakernel::several {
+
+// The same in a step in which rows of a slot are dealt in stretches.
+template <class C>
+__device__ __noinline__ void produce_stretches() {
+  C::template produce_as<true>();
+}
+template <class C>
+__device__ __noinline__ void load_stretches() {
+  C::template load_as<true, true>();
+}
+template <class C>
+__device__ __noinline__ void consume_stretches() {
+  C::template run<true, true>();
+}
+template <class C>
+__device__ __noinline__ void clear_stretches() {
+  C::template clear_as<true>();
+}
+
+}  // namespace megakernel::several
+
 namespace megakernel::dev {
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -18,10 +40,12 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   using Task = tasks::Attention<kConfig>;
   using Shape = PageShape<kConfig>;
   using Fields = abi::AttentionFields;
-  using Items = PageItems<kConfig>;
+  template <bool kStretches>
+  using Items = PageItems<kConfig, kStretches>;
   using Shape::kDim, Shape::kGroup, Shape::kHeads, Shape::kKvHeads, Shape::kPage, Shape::kPiece, Shape::kPiecePages;
   using Shape::kRuns, Shape::kKeyBytes, Shape::kUnitBytes, Shape::kChunks, Shape::kValueTiles, Shape::kPartial;
   using Shape::kHalf, Shape::kMergeAt, Shape::kQueryBytes, Shape::kFreshBytes;
+  using Shape::kFreshAt, Shape::kFreshAtOnce, Shape::kStretchRows;
   using Shape::kEight, Shape::kElement, Shape::kOctet, Shape::kTile, Shape::kExponents;
   static constexpr bool kProduces = true, kStores = false, kLoads = true, kNeedsHeader = true;
   static constexpr bool kTwoStages = kUnitBytes > kStageBytes;  // of a page: keys, then values
@@ -29,6 +53,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   static constexpr uint32_t kTopBytes = kBlockRows * kConsumers * sizeof(float2);
   static constexpr uint32_t kInQuad = 16 / kElement;  // elements
   static constexpr uint32_t kTilesAtOnce = kValueTiles % 8 == 0 ? 8 : 4;  // of values, in registers
+  static constexpr uint32_t kPassTiles = kTilesAtOnce;                    // of which a block of a stretch keeps sums
+  static constexpr bool kKeeps = kChunks <= 4;                            // its queries in registers
   static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take keys and values of 16 bits or less");
   static_assert(kDim % 32 == 0 && kDim <= 256, "head_dim is a multiple of 32");
   static_assert(kPage % kRunTokens == 0 && kPiece % kPage == 0 && kRuns <= kConsumers, "a run is in one page");
@@ -44,7 +70,16 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   };
 
   // ---------------------------------------------------------------------------------------------- producer
-  static __device__ __noinline__ void produce() {
+  MK_DEVICE static void produce() {
+    if constexpr (kStretchRows > 0) {
+      if (Shape::stretches(block().header[own_state().step & 1])) return several::produce_stretches<Core>();
+    }
+    produce_groups();
+  }
+  static __device__ __noinline__ void produce_groups() { produce_as<false>(); }
+
+  template <bool kStretches>
+  MK_DEVICE static void produce_as() {
     Producer p;
     p.load();
     Worker& w = p.w;
@@ -57,7 +92,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       for (uint32_t i = 0; i < known.count; ++i) put_page(p, pool, known.page[i], known.head);
     } else {
       fence_global_for_copies();
-      find_pages(p, record, f, known, pool);
+      find_pages<kStretches>(p, record, f, known, pool);
     }
     trace::passed(w, known.count > 0);
     p.save();
@@ -70,10 +105,11 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // The pages of all items, which become known, unless there are too many or they are of several heads.
+  template <bool kStretches>
   MK_DEVICE static void find_pages(
       Producer& p, const abi::Record& record, const Fields& f, KnownPages& known, const char* pool) {
     Worker& w = p.w;
-    Items items(*w.header, record, f);
+    Items<kStretches> items(*w.header, record, f);
     const uint32_t head = items.head;
     uint32_t count = 0;
     __syncwarp();  // all have seen what was known
@@ -95,11 +131,16 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // ---------------------------------------------------------------------------------------------- loaders
   static __device__ __noinline__ void load() { load_as<false>(); }
-  MK_DEVICE static void load_several() { several::load<Core>(); }
+  MK_DEVICE static void load_several() {
+    if constexpr (kStretchRows > 0) {
+      if (Shape::stretches(block().header[own_state().step & 1])) return several::load_stretches<Core>();
+    }
+    several::load<Core>();
+  }
 
   // kSeveral: of several rows a worker has several items. So that one is loaded while what comes of the other is published,
   // the consumers give scratch back as soon as they have met, and get it for themselves once more at the end.
-  template <bool kSeveral>
+  template <bool kSeveral, bool kStretches = false>
   MK_DEVICE static void load_as() {
     Loader l;
     l.load();
@@ -107,16 +148,28 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
     wait_counters(w, record);
-    Items item(*w.header, record, f);
+    Items<kStretches> item(*w.header, record, f);
     LoadedHeads loaded;
-    bool any = false;
+    bool any = false, whole = false;  // whole: the item before was no stretch
 #pragma unroll 1
     while (item.next()) {
       any = true;
+      if constexpr (kStretches) {
+        if (item.in_stretches()) {
+          if (whole) {  // what is merged of it lies where a stretch has its input: until all have published it
+            l.begin();
+            l.end();
+          }
+          whole = false;
+          HeadLoader<kConfig, Items<true>, true>{{}, l, f, item}.run_stretch();
+          continue;
+        }
+        whole = true;
+      }
       const uint32_t rows = item.group_rows * kGroup;
       if (!kSeveral && loaded.known(item, rows)) continue;
 #pragma unroll 1
-      for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig>{{}, l, f, item}.run(base);
+      for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig, Items<kStretches>>{{}, l, f, item}.run(base);
     }
     if (kSeveral || !any) {
       l.begin();
@@ -127,9 +180,14 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // ---------------------------------------------------------------------------------------------- consumers
   static __device__ __noinline__ void consume() { run<false>(); }
-  MK_DEVICE static void consume_several() { several::consume<Core>(); }
+  MK_DEVICE static void consume_several() {
+    if constexpr (kStretchRows > 0) {
+      if (Shape::stretches(block().header[own_state().step & 1])) return several::consume_stretches<Core>();
+    }
+    several::consume<Core>();
+  }
 
-  template <bool kSeveral>
+  template <bool kSeveral, bool kStretches = false>
   MK_DEVICE static void run() {
     Consumer c;
     c.load();
@@ -137,12 +195,26 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    Items item(*w.header, record, f);
+    Items<kStretches> item(*w.header, record, f);
     LoadedHeads loaded;
     uint32_t merges = 0;  // of what the loaders have lent
     bool taken = false;   // they have lent something
+    bool whole = false;   // the item before was no stretch
 #pragma unroll 1
     while (item.next()) {
+      if constexpr (kStretches) {
+        if (item.in_stretches()) {
+          if (whole) {
+            c.take_input();
+            c.free_input();
+          }
+          whole = false;
+          taken = true;
+          take_stretch(c, f, item);
+          continue;
+        }
+        whole = true;
+      }
       const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
       const uint32_t my_page = run_start / kPage;
       const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
@@ -170,7 +242,11 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
     }
-    c.save();
+    if constexpr (kStretches) {
+      c.save_met();
+    } else {
+      c.save();
+    }
   }
 
   // Whether a warp that has not read all of the product before may still be a whole ring behind the item's pages, with all
@@ -181,7 +257,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   // The stages of page `wanted` of the item, or none: nobody waits for a page that is not his. So he does not know that all
   // have given back what was in its stage a lap ago. Where one may not have, the pages are given back after the group has
   // met in the item, and else before.
-  MK_DEVICE static Stage take_pages(Consumer& c, const Items& item, uint32_t wanted) {
+  MK_DEVICE static Stage take_pages(Consumer& c, const Item& item, uint32_t wanted) {
     Stage stage{};
     const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
     if (wanted != ~0u) {
@@ -199,7 +275,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     return stage;
   }
 
-  MK_DEVICE static void give_back_pages(Consumer& c, const Items& item, Ring back) {
+  MK_DEVICE static void give_back_pages(Consumer& c, const Item& item, Ring back) {
     __syncwarp();
     const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
     if constexpr (kWarpArrivals == 1) {
@@ -211,7 +287,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   }
 
   // Keys and values of this step that lie in this warp's run, into its page in the ring.
-  MK_DEVICE static void put_fresh(Worker& w, const Items& item, uint32_t base, const Stage& stage, uint32_t run_start) {
+  MK_DEVICE static void put_fresh(Worker& w, const Item& item, uint32_t base, const Stage& stage, uint32_t run_start) {
     const typename Shape::Fresh fresh(base, item.group_rows);
 #pragma unroll 1
     for (uint32_t r = fresh.first; r < fresh.end; ++r) {
@@ -241,7 +317,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   // Tokens [low, high) of the run that the q-row sees.
   struct Seen {
     uint32_t low, high;
-    MK_DEVICE Seen(const Worker& w, const Fields& f, const Items& item, uint32_t m, uint32_t run_start) {
+    MK_DEVICE Seen(const Worker& w, const Fields& f, const Item& item, uint32_t m, uint32_t run_start) {
       low = high = 0;
       if (m >= item.group_rows * kGroup) return;
       const uint32_t position = w.header->row[item.group_row + m / kGroup].position;
@@ -253,7 +329,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // q-rows [base, base + 8) of the item against this warp's run; then all runs merged and published.
   template <bool kSeveral>
-  MK_DEVICE static void attend(Consumer& c, const Fields& f, const Items& item, uint32_t base, const Stage& stage,
+  MK_DEVICE static void attend(Consumer& c, const Fields& f, const Item& item, uint32_t base, const Stage& stage,
                                uint32_t run_start, uint32_t merges, Ring first) {
     Worker& w = c.w;
     const uint32_t lane = w.warp_lane();
@@ -262,18 +338,8 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     if (stage.keys) {
       float s[4][4] = {};
       const uint8_t* queries = block().scratch + lane * 16;
-      const uint8_t* keys = stage.keys + run_start % kPage / 8 * (kDim * kOctet) + lane * kOctet;
-#pragma unroll
-      for (uint32_t i = 0; i < kChunks; ++i) {
-        const Quad q = *reinterpret_cast<const Quad*>(queries + i * 512);
-        Quad b[4];
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) b[j] = Shape::octet(keys + j * (kDim * kOctet) + i * kTile);
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.x, 0, q.y, 0, b[j].x, b[j].y);
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.z, 0, q.w, 0, b[j].z, b[j].w);
-      }
+      score([&](uint32_t i) { return *reinterpret_cast<const Quad*>(queries + i * 512); },
+            stage.keys + keys_at(run_start) + lane * kOctet, s);
       const uint8_t* exponents = stage.values() + kExponents + run_start % kPage;  // of the keys
       soften(f, s, Seen(w, f, item, base + lane / 4, run_start), lane % 4, exponents, top, total);
 #pragma unroll
@@ -282,9 +348,36 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     merge<kSeveral>(c, f, item, base, top, total, p, stage, run_start, merges, first);
   }
 
+  // Of a page, where a run has its keys and its values.
+  MK_DEVICE static uint32_t keys_at(uint32_t run_start) { return run_start % kPage / 8 * (kDim * kOctet); }
+  MK_DEVICE static uint32_t values_at(uint32_t run_start) { return run_start % kPage / 32 * (kDim * 4 * kOctet); }
+
+  // Queries x keys of a run; of both what the lane has. queries(i): of a chunk.
+  template <class Queries>
+  MK_DEVICE static void score(Queries queries, const uint8_t* keys, float (&s)[4][4]) {
+#pragma unroll
+    for (uint32_t i = 0; i < kChunks; ++i) {
+      const Quad q = queries(i);
+      Quad b[4];
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) b[j] = Shape::octet(keys + j * (kDim * kOctet) + i * kTile);
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.x, 0, q.y, 0, b[j].x, b[j].y);
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.z, 0, q.w, 0, b[j].z, b[j].w);
+    }
+  }
+
   // Scores become weights.
   MK_DEVICE static void soften(const Fields& f, float (&s)[4][4], const Seen& seen, uint32_t t, const uint8_t* exponents,
                                float& top, float& total) {
+    scale(f, s, seen, t, exponents, top);
+    weights(s, t, exponents, top, total);
+  }
+
+  // Scores as they are compared, and the largest.
+  MK_DEVICE static void scale(
+      const Fields& f, float (&s)[4][4], const Seen& seen, uint32_t t, const uint8_t* exponents, float& top) {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
       float& v = s[i / 2][i % 2];
@@ -297,6 +390,9 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     }
     top = max(top, __shfl_xor_sync(0xffffffffu, top, 1));
     top = max(top, __shfl_xor_sync(0xffffffffu, top, 2));
+  }
+
+  MK_DEVICE static void weights(float (&s)[4][4], uint32_t t, const uint8_t* exponents, float top, float& total) {
     const float base = top == -kInfinity ? 0.0f : top;
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
@@ -315,7 +411,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
   // they fit twice, two places take turns and the group meets once an item; not in steps of several rows, whose items may
   // have different sizes.
   template <bool kSeveral>
-  MK_DEVICE static void merge(Consumer& c, const Fields& f, const Items& item, uint32_t base, float top, float total,
+  MK_DEVICE static void merge(Consumer& c, const Fields& f, const Item& item, uint32_t base, float top, float total,
                               const uint32_t (&p)[4], const Stage& stage, uint32_t run_start, uint32_t merges, Ring first) {
     Worker& w = c.w;
     const uint32_t g = w.warp_lane() / 4, t = w.warp_lane() % 4;
@@ -327,8 +423,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     uint8_t* scratch = block().scratch + kMergeAt + (turns && merges % 2 ? all : 0);
     auto* tops = reinterpret_cast<float2*>(scratch);              // [q-row][consumer]: top, total
     float* sums = reinterpret_cast<float*>(scratch + kTopBytes);  // [consumer][q-row][column]
-    const uint8_t* values =
-        stage.values() + kKeyBytes + run_start % kPage / 32 * (kDim * 4 * kOctet) + w.warp_lane() * kOctet;
+    const uint8_t* values = stage.values() + kKeyBytes + values_at(run_start) + w.warp_lane() * kOctet;
     if (!turns && merges > 0) w.sync();
     if (t == 0) tops[g * kConsumers + w.warp()] = make_float2(top, total);
     if (whole) {
@@ -385,7 +480,7 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
 
   // Columns [begin, begin + count) of the block's q-rows, by as many warps for each as there are.
   template <bool kSeveral>
-  MK_DEVICE static void publish_merged(Worker& w, const Fields& f, const Items& item, uint32_t base, uint32_t rows,
+  MK_DEVICE static void publish_merged(Worker& w, const Fields& f, const Item& item, uint32_t base, uint32_t rows,
                                        const float2* tops, const float* sums, uint32_t begin, uint32_t count) {
     const uint32_t places = rows > 4 ? 8 : rows > 2 ? 4 : rows, m = w.warp() % places, part = w.warp() / places;
     trace::end(w, abi::Role::kConsumer);
@@ -432,15 +527,185 @@ struct Core<tasks::Attention<kConfig>> : PageShape<kConfig> {
     return tasks::workspace<float>(w, f.partials) + ((uint64_t(row) * kHeads + head) * f.max_pieces + piece) * kPartial;
   }
 
+  // ---------------------------------------------------------------------------------------------- stretches
+  // An item in a stretch: each consumer takes a block of 8 q-rows through all runs, with the sums and in the order of a merge.
+  MK_DEVICE static void take_stretch(Consumer& c, const Fields& f, const Items<true>& item) {
+    Worker& w = c.w;
+    const Ring first = c.ring;
+    await_pages(c, item);
+    const FreshRows all = item.fresh();
+#pragma unroll 1
+    for (uint32_t done = 0;;) {
+      const FreshRows fresh = {all.first + done, tasks::least(all.count - done, kFreshAtOnce)};
+      c.take_input();
+      trace::data(w, abi::Role::kConsumer);
+      put_fresh(w, item, fresh, first);
+      done += fresh.count;
+      if (done == all.count) break;
+      c.free_input();
+    }
+    if (all.count > 0) w.sync();  // the pages are whole
+    if (w.warp() * kBlockRows < item.group_rows * kGroup) {
+      attend_block(c, f, item, first);
+    } else {
+      c.free_input();
+    }
+    give_back_pages(c, item, first);
+  }
+
+  // All of them are there: so nobody is two phases behind, however early others give back.
+  MK_DEVICE static void await_pages(Consumer& c, const Item& item) {
+    const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
+#pragma unroll 1
+    for (uint32_t i = 0; i < count; ++i, c.ring.next()) c.w.wait_barrier(&block().full[c.ring.slot], c.ring.parity);
+  }
+
+  // Where the keys, or the values, of a page of the item begin as offsets inside a page say.
+  MK_DEVICE static uint8_t* page_at(const Item& item, Ring first, uint32_t page, bool values) {
+    first.skip((page - item.page) * kPageStages + (kTwoStages && values));
+    return block().ring[first.slot] - (kTwoStages && values ? kKeyBytes : 0);
+  }
+
+  // What the loaders have lent of fresh rows, into the pages in the ring, by all lanes of the group.
+  MK_DEVICE static void put_fresh(Worker& w, const Item& item, const FreshRows& fresh, const Ring& first) {
+    constexpr uint32_t kKeyQuads = kDim / kInQuad;
+    const uint32_t position = w.header->row[fresh.first].position;
+#pragma unroll 1
+    for (uint32_t n = w.lane(); n < fresh.count * 2 * kKeyQuads; n += w.lanes()) {
+      const uint32_t r = n / (2 * kKeyQuads), i = n % (2 * kKeyQuads), token = (position + r) % kPage;
+      const uint8_t* from = block().scratch + kFreshAt + r * kFreshBytes;
+      const Quad bits = *reinterpret_cast<const Quad*>(from + i * 16);
+      const bool value = i >= kKeyQuads;
+      uint8_t* page = page_at(item, first, (position + r) / kPage, value);
+      if (value) {
+        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+        Shape::put_value(page, token, (i - kKeyQuads) * kInQuad, words);
+      } else {
+        *reinterpret_cast<Quad*>(page + Shape::key_at(token, i * kInQuad)) = bits;
+      }
+      if constexpr (kEight) {
+        if (i < 2) {
+          uint8_t* values = page_at(item, first, (position + r) / kPage, true);
+          values[kExponents + i * kPage + token] = from[2 * kDim + i];
+        }
+      }
+    }
+    fence_shared_for_copies();  // before the stages are filled again
+    __syncwarp();
+  }
+
+  // This warp's block against the whole piece, and published. All runs are gone through for the largest score, then once more
+  // for each kPassTiles tiles of values: so the sums of these are all that it keeps.
+  MK_DEVICE static void attend_block(Consumer& c, const Fields& f, const Item& item, const Ring& first) {
+    Worker& w = c.w;
+    const uint32_t lane = w.warp_lane(), m = w.warp() * kBlockRows + lane / 4;
+    const uint8_t* scratch = block().scratch + w.warp() * kQueryBytes + lane * 16;
+    Quad q[kKeeps ? kChunks : 1];
+    if constexpr (kKeeps) {
+      uint32_t read = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kChunks; ++i) q[i] = *reinterpret_cast<const Quad*>(scratch + i * 512), read |= q[i].x;
+      c.free_input(read);
+    }
+    const auto queries = [&](uint32_t i) { return kKeeps ? q[i] : *reinterpret_cast<const Quad*>(scratch + i * 512); };
+    float top = -kInfinity, total = 0.0f;
+#pragma unroll 1
+    for (int32_t tile = -int32_t(kPassTiles); tile < int32_t(kValueTiles); tile += kPassTiles) {
+      float sums[kPassTiles][2] = {};
+      uint32_t read = 0;
+      total = 0.0f;
+#pragma unroll 1
+      for (uint32_t page = item.page; page <= item.last_page; ++page) {
+        const uint8_t* values = page_at(item, first, page, true);
+        const uint8_t* keys = kTwoStages ? page_at(item, first, page, false) : values;
+#pragma unroll 1
+        for (uint32_t run_start = page * kPage; run_start < (page + 1) * kPage; run_start += kRunTokens) {
+          const Seen seen(w, f, item, m, run_start);
+          if (!__any_sync(0xffffffffu, seen.low < tasks::least(seen.high, kRunTokens))) continue;
+          uint32_t t = lane % 4;
+          asm volatile("" : "+r"(t));  // what follows from it is made again in each run, not kept in registers
+          float s[4][4] = {}, run_top = -kInfinity, run_total = 0.0f;
+          score(queries, keys + keys_at(run_start) + lane * kOctet, s);
+          const uint8_t* exponents = values + kExponents + run_start % kPage;
+          scale(f, s, seen, t, exponents, run_top);
+          if (tile < 0) {
+            top = max(top, run_top);
+            continue;
+          }
+          weights(s, t, exponents, run_top, run_total);
+          const float factor = exp2_fast((run_top - top) * kLog2e);
+          total += factor * run_total;
+          uint32_t p[4];
+#pragma unroll
+          for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
+          read |= p[0];
+          add_run(p, values + kKeyBytes + values_at(run_start) + lane * kOctet + tile * kTile, factor, sums);
+        }
+      }
+      if (!kKeeps && tile + kPassTiles == kValueTiles) c.free_input(read);
+      if (tile >= 0) publish_block(w, f, item, m, tile, sums, top, total);
+    }
+  }
+
+  // Weights of a run x kPassTiles tiles of its values, times the factor of its row.
+  MK_DEVICE static void add_run(const uint32_t (&p)[4], const uint8_t* values, float factor, float (&sums)[kPassTiles][2]) {
+#pragma unroll
+    for (uint32_t n = 0; n < kPassTiles; n += kTilesAtOnce) {
+      float o[kTilesAtOnce][4] = {};
+      Quad b[kTilesAtOnce];
+#pragma unroll
+      for (uint32_t j = 0; j < kTilesAtOnce; ++j) b[j] = Shape::octet(values + (n + j) * kTile);
+#pragma unroll
+      for (uint32_t j = 0; j < kTilesAtOnce; ++j) multiply<kHalf>(o[j], p[0], 0, p[1], 0, b[j].x, b[j].y);
+#pragma unroll
+      for (uint32_t j = 0; j < kTilesAtOnce; ++j) multiply<kHalf>(o[j], p[2], 0, p[3], 0, b[j].z, b[j].w);
+#pragma unroll
+      for (uint32_t j = 0; j < kTilesAtOnce; ++j) {
+        if (factor > 0.0f) sums[n + j][0] += factor * o[j][0], sums[n + j][1] += factor * o[j][1];
+      }
+    }
+  }
+
+  // Columns from tile `tile` on of the lane's q-row, which is the m-th of the item.
+  MK_DEVICE static void publish_block(Worker& w, const Fields& f, const Item& item, uint32_t m, uint32_t tile,
+                                      const float (&sums)[kPassTiles][2], float top, float total) {
+    if (tile == 0) trace::end(w, abi::Role::kConsumer);
+    if (m >= item.group_rows * kGroup) return;
+    const uint32_t row = item.group_row + m / kGroup, position = w.header->row[row].position;
+    const uint32_t head = item.head * kGroup + m % kGroup, t = w.warp_lane() % 4;
+    if (position / kPiece < item.piece || tasks::first_seen(position, f.window) / kPiece > item.piece) return;
+    const bool whole = one_piece(*w.header, f, position);
+    float* partial = partial_at(w, f, row, head, item.piece);
+    float* out = (whole ? output_at(w, f, row, head) : partial) + tile * 8 + t * 2;
+#pragma unroll
+    for (uint32_t n = 0; n < kPassTiles; ++n) {
+#pragma unroll
+      for (uint32_t j = 0; j < 2; ++j) publish(out + n * 8 + j, whole ? __fdividef(sums[n][j], total) : sums[n][j]);
+    }
+    if (!whole && tile == 0 && t == 0) {
+      publish(partial + kDim, top);
+      publish(partial + kDim + 1, total);
+    }
+  }
+
   // ---------------------------------------------------------------------------------------------- storer
   // Clears what the step before left here.
-  static __device__ __noinline__ void clear_last() {
+  MK_DEVICE static void clear_last() {
+    if constexpr (kStretchRows > 0) {
+      if (Shape::stretches(block().header[own_state().step & 1 ^ 1])) return several::clear_stretches<Core>();
+    }
+    clear_groups();
+  }
+  static __device__ __noinline__ void clear_groups() { clear_as<false>(); }
+
+  template <bool kStretches>
+  MK_DEVICE static void clear_as() {
     Storer s;
     s.load();
     Worker& w = s.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    Items item(*w.last, record, f);
+    Items<kStretches> item(*w.last, record, f);
 #pragma unroll 1
     while (item.next()) {
 #pragma unroll 1

@@ -211,8 +211,16 @@ struct RoomInput {
 template <bool kHalf>
 using FewRows = RoomInput<kHalf, false>;
 
-// Whether the consumers do the storer's work for a block of tiles, each for every eighth row: of many rows, and where nothing
-// comes after it that the storer could do it beside.
-MK_DEVICE bool consumers_store(uint32_t rows, bool sampled, bool last) { return rows > 8 || (last && !sampled); }
+// Whether the consumers do the storer's work for a block of tiles, each for every eighth row: where nothing comes after it that
+// the storer could do it beside; and of more than 8 rows, for whose sums there is one place, where the next block takes less
+// than the storer does.
+#ifndef MEGAKERNEL_STORER_UNITS
+#define MEGAKERNEL_STORER_UNITS 3
+#endif
+constexpr uint32_t kStorerUnits = MEGAKERNEL_STORER_UNITS;
+MK_DEVICE bool consumers_store(uint32_t rows, uint32_t units, bool sampled, bool last) {
+  if (rows > 8) return last || sampled || units < kStorerUnits;
+  return last && !sampled;
+}
 
 }  // namespace megakernel::dev

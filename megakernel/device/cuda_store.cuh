@@ -294,7 +294,7 @@ MK_DEVICE void store_blocks(Storer& s) {
 #pragma unroll 1
   for (uint32_t first = 0; first < record.tile_count && out.rows > 0; first += kBlockTiles) {
     const uint32_t tile = record.tile_begin + first, left = record.tile_count - first;
-    if (kSeveral && in_room && consumers_store(out.rows, flags.sampled(), left <= kBlockTiles)) {
+    if (kSeveral && in_room && consumers_store(out.rows, out.f.units, flags.sampled(), left <= kBlockTiles)) {
       out.leave_block(tile, tasks::least(kBlockTiles, left));
     } else {
       out.template block_of<kSeveral>(tile, tasks::least(kBlockTiles, left));

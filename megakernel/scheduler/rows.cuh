@@ -224,11 +224,12 @@ struct StepRows : StepSlots {
     if (c.prompt == 0 || c.decode == 0) return;
     const uint64_t took = dev::clock_ns() - state->began_ns;
     const uint32_t chunk = chunk_of(w);
-    if (took > budget) {
-      const uint64_t fitting = uint64_t(least(chunk, c.prompt)) * budget / took;
+    // Steps get longer as a prompt goes on: a chunk shrinks before one is too long.
+    if (took > budget / 16 * 15) {
+      const uint64_t fitting = uint64_t(least(chunk, c.prompt)) * (budget / 8 * 7) / took;
       state->chunk = fitting > 1 ? uint32_t(fitting) : 1;
-    } else if (took < budget / 10 * 8 && c.prompt >= chunk) {
-      state->chunk = least(w.args.max_rows, chunk + chunk / 4 + 1);
+    } else if (took < budget / 4 * 3 && c.prompt >= chunk) {
+      state->chunk = least(w.args.max_rows, chunk + chunk / 8 + 1);
     }
   }
 

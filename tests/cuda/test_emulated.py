@@ -56,7 +56,7 @@ def opened(
     device, graph = EmulatedCuda(workers), build_graph(config)
     target = device.target if piece_tokens is None else replace(device.target, piece_tokens=piece_tokens)
     weights = random_weights(graph, seed=3, dtype="bf16")
-    chosen = {"dtype": "bf16", "max_context": 192, "max_slots": 3, **options}
+    chosen = {"dtype": "bf16", "max_context": 192, "max_slots": 3, "max_rows": 16, **options}
     program = build_program(config, target, device, cache=cache, **chosen)
     return Runtime(program, device, weights.read, spin_budget_ns=60_000_000_000), graph, weights
 

@@ -32,7 +32,7 @@ from tests.tasks.test_races import CLANG
 
 WORKERS, TOKENS = 2, 3
 TUNABLES = Tunables(every_lane=1)
-BUILD = {"dtype": "bf16", "max_context": 192, "max_slots": 3}
+BUILD = {"dtype": "bf16", "max_context": 192, "max_slots": 3, "max_rows": 16}
 # Without function entries, for lanes of a warp have stacks of their own.
 SEEN = (
     "-fsanitize=thread", f"-fsanitize-ignorelist={HERE.parent / 'emulator' / 'ignore.txt'}", "-g",

@@ -71,7 +71,7 @@ def opened(
     if tunables is not None and isinstance(device, CudaDevice):
         device.tunables = tunables
     target = device.target if workers is None or EMULATED else device.target.with_workers(workers)
-    chosen = {"dtype": "bf16", "max_context": 1024, "max_slots": 4, **options}
+    chosen = {"dtype": "bf16", "max_context": 1024, "max_slots": 4, "max_rows": 16, **options}
     program = build_program(config, target, device, cache=Path(tempfile.gettempdir()) / "megakernel", **chosen)
     graph = build_graph(config)
     weights = random_weights(graph, seed=SEED, dtype="bf16")

@@ -213,7 +213,7 @@ def test_wide_steps_compile_for_every_target(name: str) -> None:
 @needs_wheels
 @pytest.mark.slow
 def test_rows_of_the_host_in_and_out_compile() -> None:
-    plan = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4, inputs=True, hidden=True)
+    plan = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4, max_rows=16, inputs=True, hidden=True)
     flags = (*cuda_compiler.compile_flags(plan.target, False, False), "--ptxas-options=-v")
     cubin, log = cuda_compiler.compile_cubin(plan_source(plan), INCLUDE, flags)
     assert cubin[:4] == b"\x7fELF" and max(int(n) for n in re.findall(r"Used (\d+) registers", log)) <= REGISTERS
@@ -223,7 +223,7 @@ def test_rows_of_the_host_in_and_out_compile() -> None:
 def test_a_compilation_leaves_the_bytes_of_others_alone() -> None:
     """An empty log is one byte, and Python shares bytes objects of that length."""
     target = find_target("sm_90a")
-    source = plan_source(make_plan(CONFIG, target, max_context=1024, max_slots=4))
+    source = plan_source(make_plan(CONFIG, target, max_context=1024, max_slots=4, max_rows=16))
     few = replace(source, text='extern "C" __global__ void nothing() {}\n', headers={})
     _, log = cuda_compiler.compile_cubin(few, INCLUDE, ("--gpu-architecture=sm_90a",))
     assert log == "" and bytes([32]) == bytearray([32]) and b" ".hex() == "20"
@@ -231,7 +231,7 @@ def test_a_compilation_leaves_the_bytes_of_others_alone() -> None:
 
 @needs_wheels
 def test_the_flavour_with_random_delays_compiles() -> None:
-    plan = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4)
+    plan = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4, max_rows=16)
     assert "random_delay" in ptx(plan, chaos=True) and "random_delay" not in ptx(plan)
 
 

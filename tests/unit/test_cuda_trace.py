@@ -23,7 +23,7 @@ HOT = ("consume_rowI", "load_rowI", "store_rowsI", "produce_rows")
 MOST = {"consume_rowI": 20 * 16, "load_rowI": 30 * 16, "store_rowsI": 24 * 16, "produce_rows": 24 * 16}
 
 
-PLAN = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4)
+PLAN = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4, max_rows=16)
 
 
 @cache

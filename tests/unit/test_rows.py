@@ -41,7 +41,11 @@ def test_rows_follow_the_machine() -> None:
     assert default_rows(CPU, 4e8, 2e8, 1e3) == 128
     assert default_rows(replace(CPU, worker_gflops=5.0), 2e8, 2e8, 1e3) == TILE_ROWS
     assert default_rows(CPU, 4e8, 2e8, 8e6) == 32
-    assert default_rows(find_target("sm_90a"), 4e8, 2e8, 1e3) == TILE_ROWS
+    assert default_rows(find_target("sm_90a"), 2.5e9, 2.5e9, 1e6, room=64) == 64
+    assert default_rows(find_target("sm_90a"), 2.5e9, 2.5e9, 1e6, room=64, alone=True) == TILE_ROWS
+    assert default_rows(find_target("sm_90a"), 2.5e9, 2.5e9, 1e7, room=64) == 32
+    assert default_rows(find_target("sm_90a"), 15e9, 15e9, 2e7, room=64) == 64
+    assert default_rows(find_target("gfx942"), 2.5e9, 2.5e9, 1e6, room=TILE_ROWS) == TILE_ROWS
 
 
 def test_the_first_chunk_fits_the_budget() -> None:
