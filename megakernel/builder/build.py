@@ -271,9 +271,7 @@ def _rows(lowered: Lowered, limits: Limits, target: Target) -> int:
     row_bytes = plan(lowered.nodes, lowered.tensors, reuse=not target.value_edges).total / limits.max_rows
     flops = row_flops(lowered.nodes, context_of(limits))
     room = MOST_ROWS[target.backend] if target.backend != "cuda" or lowered.ranks == 1 else TILE_ROWS
-    return default_rows(
-        target, float(lowered.stream_bytes), flops, row_bytes, room=room, alone=limits.max_slots == 1
-    )
+    return default_rows(target, float(lowered.stream_bytes), flops, row_bytes, room=room, alone=limits.max_slots == 1)
 
 
 def _manifest(made: Plan, source: KernelSource, name: str, queue_length: int, variants: tuple[str, ...]) -> Manifest:

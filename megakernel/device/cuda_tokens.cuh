@@ -7,9 +7,8 @@ namespace megakernel::dev {
 MK_DEVICE bool wants_largest_only(const Worker& w, uint32_t sampled) {
   const abi::Row& row = w.header->row[w.header->sample_row[sampled]];
   const abi::Sampling& o = tasks::at<const abi::SlotState>(w.args.slots)[row.slot].sampling;
-  return o.temperature == 0.0f && o.repetition_penalty == 1.0f && o.presence_penalty == 0.0f &&
-         o.frequency_penalty == 0.0f && o.logprobs == 0 && o.top_logprobs == 0 &&
-         o.biased == 0;
+  return (o.temperature == 0.0f) & (o.repetition_penalty == 1.0f) & (o.presence_penalty == 0.0f) &
+         (o.frequency_penalty == 0.0f) & (o.logprobs == 0) & (o.top_logprobs == 0) & (o.biased == 0);  // asked for at once
 }
 
 }  // namespace megakernel::dev
@@ -61,6 +60,7 @@ struct AdvanceCore {
   using Task = tasks::Advance<kConfig>;
   using Fields = abi::AdvanceFields;
   static constexpr bool kProduces = false, kStores = false, kLoads = true, kNeedsHeader = false;
+  static constexpr uint32_t kAtOnce = 6;  // words of workers that a lane asks for at once
 
   MK_DEVICE static void load() { lend_scratch(); }
 
@@ -74,17 +74,7 @@ struct AdvanceCore {
     const uint32_t sampled = w.header->sampled;
     uint64_t posted = 0;
     if (w.lane() == 0) posted = load_system(&tasks::at<abi::Mailbox>(w.args.mailbox)->posted);  // it is far: ask now
-    bool all = true;
-    if constexpr (kWide) {
-      all = take_many(w, f, sampled);
-    } else
-#pragma unroll 1
-    for (uint32_t s = 0; s < sampled; ++s) {
-      const bool quick = f.logits != abi::kNone && wants_largest_only(w, s);
-      all = all && quick;
-      if (quick && s % kConsumers == w.warp()) take_largest(w, f, s);
-    }
-    if (!all) wait_counters(w, record);
+    if (!take_all(w, f, sampled)) wait_counters(w, record);
     trace::ready_now(w, abi::Role::kConsumer);
     if (w.lane() == 0) block().posted = posted;
     w.sync();
@@ -96,7 +86,7 @@ struct AdvanceCore {
   }
 
   // Each lane looks at the wishes of a row, then each warp takes every eighth. Whether these were all.
-  MK_DEVICE static bool take_many(Worker& w, const Fields& f, uint32_t sampled) {
+  MK_DEVICE static bool take_all(Worker& w, const Fields& f, uint32_t sampled) {
     bool all = true;
 #pragma unroll 1
     for (uint32_t base = 0; base < sampled; base += 32) {
@@ -120,11 +110,18 @@ struct AdvanceCore {
     w.spin([&] {
       uint32_t seen = 0;
       best = 0;
-      for (uint32_t i = w.warp_lane(); i < w.args.workers; i += 32) {
-        const Pair v = load_pair(Largest::at(w, f.logits, s, i));
-        if (v.x == ~uint64_t(0) || v.y == ~uint64_t(0)) continue;
-        seen += uint32_t(v.y);
-        if (v.x > best) best = v.x;
+#pragma unroll 1
+      for (uint32_t first = w.warp_lane(); first < w.args.workers; first += 32 * kAtOnce) {
+        const uint64_t* at = Largest::at(w, f.logits, s, first);
+        Pair v[kAtOnce];
+#pragma unroll
+        for (uint32_t k = 0; k < kAtOnce; ++k) v[k] = first + 32 * k < w.args.workers ? load_pair(at + 64 * k) : Pair{0, 0};
+#pragma unroll
+        for (uint32_t k = 0; k < kAtOnce; ++k) {
+          if (uint32_t(v[k].x >> 32) == kInvalid || uint32_t(v[k].y >> 32) == kInvalid) continue;  // no key begins so
+          seen += uint32_t(v[k].y);
+          if (v[k].x > best) best = v[k].x;
+        }
       }
       return __reduce_add_sync(0xffffffffu, seen) == tiles;
     }, abi::FaultKind::kValueBudget, s);

@@ -28,11 +28,18 @@ struct Core<tasks::Embedding<kConfig>> {
     const uint64_t row_bytes = uint64_t(f.cols) * bytes_of(kConfig.dtype);
     trace::end(w, abi::Role::kConsumer);
     const bool whole = kConfig.dtype != DType::kF32 && !kConfig.positions && f.cols % 8 == 0 && f.tile_cols % 8 == 0;
-    // Of many rows each warp takes every eighth: a row is a trip to memory.
-    const bool by_warp = kSeveral && !kConfig.inputs && whole && w.header->rows > 1;
-    const uint32_t lane = by_warp ? w.warp_lane() : w.lane(), lanes = by_warp ? 32 : w.lanes();
+    // Of many rows all octets are dealt to the lanes: a row is a trip to memory.
+    const bool dealt = kSeveral && !kConfig.inputs && whole;
+    const uint32_t octets = width / 8;
 #pragma unroll 1
-    for (uint32_t r = by_warp ? w.warp() : 0; r < w.header->rows; r += by_warp ? kConsumers : 1) {
+    for (uint32_t i = w.lane(); dealt && i < w.header->rows * octets; i += w.lanes()) {
+      const uint32_t r = i / octets, column = i % octets * 8;
+      const Quad bits = load_constant_quad(table + uint32_t(w.header->row[r].token) * row_bytes + (first + column) * 2);
+      publish_eight(out + uint64_t(r) * f.cols + column, bits, f.scale);
+      if (kConfig.gives && gives(*w.header)) give_eight(w, f, r, first + column, bits);
+    }
+#pragma unroll 1
+    for (uint32_t r = 0; !dealt && r < w.header->rows; ++r) {
       if constexpr (kConfig.inputs) {
         if (w.header->row[r].token < 0) {
           publish_given(w, f, w.header->row[r], first, width, out + uint64_t(r) * f.cols);
@@ -41,10 +48,8 @@ struct Core<tasks::Embedding<kConfig>> {
       }
       const char* row = table + uint32_t(w.header->row[r].token) * row_bytes;
       if (whole) {  // 8 columns of a lane in one go
-        for (uint32_t i = lane * 8; i < width; i += lanes * 8) {
-          const Quad bits = load_constant_quad(row + (first + i) * 2);
-          publish_eight(out + uint64_t(r) * f.cols + i, bits, f.scale);
-          if (kSeveral && kConfig.gives && gives(*w.header)) give_eight(w, f, r, first + i, bits);
+        for (uint32_t i = w.lane() * 8; i < width; i += w.lanes() * 8) {
+          publish_eight(out + uint64_t(r) * f.cols + i, load_constant_quad(row + (first + i) * 2), f.scale);
         }
         continue;
       }

@@ -33,7 +33,7 @@ struct StepSlots {
   }
 
   MK_DEVICE static bool penalised(const abi::Sampling& o) {
-    return o.repetition_penalty != 1.0f || o.presence_penalty != 0.0f || o.frequency_penalty != 0.0f;
+    return (o.repetition_penalty != 1.0f) | (o.presence_penalty != 0.0f) | (o.frequency_penalty != 0.0f);
   }
 
   // Whether the token of `position` has to wait for an OPEN.

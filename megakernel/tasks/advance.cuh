@@ -219,29 +219,34 @@ struct Advance : StepRows {
   MK_DEVICE static void take_token(
       Worker& w, const abi::Row& row, abi::SlotState& slot, const abi::SampleResult& result, uint64_t number) {
     const uint32_t position = row.position + 1;  // of the new token
-    slot.last_token = result.token;
-    if (position < w.args.max_context) tokens(w, row.slot)[position] = result.token;
-    if (penalised(slot.sampling)) {
-      uint16_t& mark = seen(w, row.slot)[result.token];
+    // Far away where lanes do this: all are asked for before the first is waited for.
+    const int32_t token = result.token;
+    const float logprob = result.logprob;
+    const uint32_t top_count = result.top_count, limit = slot.limit, stop_count = slot.stop_count, request = slot.request;
+    const bool marks = penalised(slot.sampling);
+    slot.last_token = token;
+    if (position < w.args.max_context) tokens(w, row.slot)[position] = token;
+    if (marks) {
+      uint16_t& mark = seen(w, row.slot)[token];
       if ((mark & 0x7fff) != 0x7fff) ++mark;
     }
-    abi::Finish finish = position + 1 >= slot.limit ? abi::Finish::kLength : abi::Finish::kNone;
-    for (uint32_t i = 0; i < slot.stop_count; ++i) {
-      if (slot.stop[i] == result.token) finish = abi::Finish::kStop;
+    abi::Finish finish = position + 1 >= limit ? abi::Finish::kLength : abi::Finish::kNone;
+    for (uint32_t i = 0; i < stop_count; ++i) {
+      if (slot.stop[i] == token) finish = abi::Finish::kStop;
     }
     abi::TokenEvent& event =
         kTogether ? at<abi::TokenRing>(w.args.ring)->entry[number % abi::kRingEntries] : *next_event(w);
     event.kind = uint32_t(abi::EventKind::kToken);
     event.slot = row.slot;
-    event.request = slot.request;
-    event.token = result.token;
+    event.request = request;
+    event.token = token;
     event.position = position;
     event.finish = uint32_t(finish);
-    event.logprob = result.logprob;
-    event.top_count = result.top_count;
+    event.logprob = logprob;
+    event.top_count = top_count;
     event.step = w.step;
     event.time_ns = dev::clock_ns();
-    for (uint32_t i = 0; i < result.top_count; ++i) {
+    for (uint32_t i = 0; i < top_count; ++i) {
       event.top_token[i] = result.top_token[i];
       event.top_logprob[i] = result.top_logprob[i];
     }

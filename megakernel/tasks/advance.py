@@ -10,8 +10,8 @@ of a prompt is a sampled row. With no row to compute the launch ends (ExitReason
 
 A paced program shares the rows that are left evenly among the prompts, so that a short prompt does not wait for a long
 one, and keeps steps that carry both kinds of rows under `step_budget_ns`: such a step has at most `chunk` prompt rows,
-first as many as the cost model says; a step that took nearly as long shrinks it, one that took clearly less lets it grow.
-Neither changes what a row computes.
+first as many as the cost model says; a step that took nearly as long shrinks it, one that took clearly less lets it
+grow. Neither changes what a row computes.
 
 The devices of a program of several ranks have the same slots and make the same headers. What they could see
 differently, how many commands there are and how many prompt rows fit, rank 0 decides and writes into the windows of the

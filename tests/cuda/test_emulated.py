@@ -123,7 +123,7 @@ def test_same_bits_where_products_are_dealt_by_shares(
 ) -> None:
     """All products that may be, in wide steps of 2, 3 and 4 tiles of rows, against narrow steps."""
     config = {**SHAPES[shape], "num_hidden_layers": 1}
-    narrow = opened(config, cache, 2)[0]
+    narrow = opened(config, cache, 2, max_rows=16)[0]
     monkeypatch.setattr(dealing, "pays", lambda *sizes: True)
     dealt = opened(config, cache, workers, max_rows=64, **options)[0]
     assert sum("dealt = true" in v for v in dealt.manifest.variants) >= 2
@@ -137,6 +137,19 @@ def test_same_bits_where_products_are_dealt_by_shares(
     finally:
         narrow.close()
         dealt.close()
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", pytest.param("f8", marks=pytest.mark.slow)])
+def test_same_bits_where_rows_of_a_prompt_go_to_several_workers(kv_dtype: str, cache: Path) -> None:
+    """Steps of 64 and of 36 rows, dealt in stretches to six workers, and steps of 16."""
+    found = []
+    for workers, rows in ((2, 16), (6, 64)):
+        run = opened({**LLAMA, "num_key_value_heads": 1}, cache, workers, max_rows=rows, kv_dtype=kv_dtype)[0]
+        try:
+            found.append(forced_logits(run, prompts(run.manifest.vocab, (101,))[0], 99).tobytes())
+        finally:
+            run.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(5, marks=pytest.mark.slow)])

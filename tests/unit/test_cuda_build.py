@@ -213,7 +213,8 @@ def test_wide_steps_compile_for_every_target(name: str) -> None:
 @needs_wheels
 @pytest.mark.slow
 def test_rows_of_the_host_in_and_out_compile() -> None:
-    plan = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4, max_rows=16, inputs=True, hidden=True)
+    options = {"max_context": 1024, "max_slots": 4, "max_rows": 16, "inputs": True, "hidden": True}
+    plan = make_plan(CONFIG, find_target("sm_90a"), **options)
     flags = (*cuda_compiler.compile_flags(plan.target, False, False), "--ptxas-options=-v")
     cubin, log = cuda_compiler.compile_cubin(plan_source(plan), INCLUDE, flags)
     assert cubin[:4] == b"\x7fELF" and max(int(n) for n in re.findall(r"Used (\d+) registers", log)) <= REGISTERS

@@ -165,13 +165,15 @@ def plain(tiny, cache):
 
 
 @pytest.mark.parametrize(("target", "most"), [("sm_90a", 64), ("gfx942", 16)])
-def test_programs_for_gpus_have_room_for_one_tile_of_rows(target: str, most: int) -> None:
-    """Or on request, where there are kernels for it, for more."""
+def test_programs_for_gpus_have_room_for_as_many_rows_as_there_are_kernels_for(target: str, most: int) -> None:
+    """But for one slot or several devices, whose programs have one tile of rows; or as many as were asked for."""
     from megakernel.builder.build import make_plan
     from megakernel.target import find_target
 
     config = TINY | {"head_dim": 32}
-    assert make_plan(config, find_target(target)).limits.max_rows == 16
+    assert make_plan(config, find_target(target)).limits.max_rows == most
+    assert make_plan(config, find_target(target), max_slots=1).limits.max_rows == 16
+    assert make_plan(config, find_target(target), tp=2).limits.max_rows == 16
     assert make_plan(config, find_target(target), max_rows=most).limits.max_rows == most
     with pytest.raises(
         LoweringError, match=f"max_rows {most + 1}: the kernels of target {target} have room for {most} rows"
