@@ -96,10 +96,11 @@ def test_requests_come_and_go() -> None:
 
 @pytest.mark.parametrize("chaos", [False, True])
 def test_products_that_are_dealt_by_shares(chaos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every product that may be; of sizes where it pays only `tiny-broad` has one."""
+    """Every product that may be; of sizes where it pays only `tiny-broad` has one. Nothing else opens a program of that
+    context, so that none without them is in the cache."""
     narrow = opened("tiny-llama", max_rows=16)[0]
     monkeypatch.setattr(dealing, "pays", lambda *sizes: True)
-    dealt = opened("tiny-llama", max_rows=ROWS, max_slots=ROWS, chaos=chaos)[0]
+    dealt = opened("tiny-llama", max_rows=ROWS, max_slots=ROWS, max_context=992, chaos=chaos)[0]
     assert sum(v.count("dealt = true") for v in dealt.manifest.variants) >= 2
     given = prompts(narrow.manifest.vocab, [1 + i * 7 % 61 for i in range(50)])
     ids = prompts(narrow.manifest.vocab, (100,))[0]
