@@ -9,6 +9,7 @@ fences that asynchronous copies need beside the barriers: those are the sanitize
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,9 +40,17 @@ SEEN = (
     "-fsanitize=thread", f"-fsanitize-ignorelist={HERE.parent / 'emulator' / 'ignore.txt'}", "-g",
     "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-distinguish-volatile=1",
 )  # fmt: skip
-OPTIONS = f"halt_on_error=0 exitcode=66 history_size=2 suppressions={HERE / 'suppressions.txt'}"
+# The suppressions are names of functions, which it takes a symbolizer to find; not every build of clang looks for one.
+SYMBOLIZER = next((at for n in ("llvm-symbolizer-22", "llvm-symbolizer") if (at := shutil.which(n))), None)
+OPTIONS = (
+    f"halt_on_error=0 exitcode=66 history_size=2 external_symbolizer_path={SYMBOLIZER} "
+    f"suppressions={HERE / 'suppressions.txt'}"
+)
 
-pytestmark = pytest.mark.skipif(CLANG is None, reason="no clang++ 16 or later (tests/install_clang.sh installs it)")
+pytestmark = pytest.mark.skipif(
+    CLANG is None or SYMBOLIZER is None,
+    reason="no clang++ 16 or later, or no llvm-symbolizer (tests/install_clang.sh installs both)",
+)
 
 
 class CudaRecorder(Recorder, EmulatedCuda):
