@@ -1,6 +1,6 @@
 #!/bin/sh
-# ThreadSanitizer needs clang 22 and a symbolizer, kernels for AMD GPUs its lld. Installed by root on Debian and its kin; anyone else is
-# told the line to type.
+# ThreadSanitizer needs clang 22 and a symbolizer, kernels for AMD GPUs its lld. Installed by root on Debian and its kin;
+# anyone else is told the line to type.
 packages="clang-22 libclang-rt-22-dev lld-22"
 if ! command -v llvm-symbolizer-22 >/dev/null && ! command -v llvm-symbolizer >/dev/null; then
   packages="$packages llvm-22"
