@@ -214,10 +214,7 @@ using FewRows = RoomInput<kHalf, false>;
 // Whether the consumers do the storer's work for a block of tiles, each for every eighth row: where nothing comes after it that
 // the storer could do it beside; and of more than 8 rows, for whose sums there is one place, where the next block takes less
 // than the storer does.
-#ifndef MEGAKERNEL_STORER_UNITS
-#define MEGAKERNEL_STORER_UNITS 3
-#endif
-constexpr uint32_t kStorerUnits = MEGAKERNEL_STORER_UNITS;
+constexpr uint32_t kStorerUnits = 3;  // of an input
 MK_DEVICE bool consumers_store(uint32_t rows, uint32_t units, bool sampled, bool last) {
   if (rows > 8) return last || sampled || units < kStorerUnits;
   return last && !sampled;
