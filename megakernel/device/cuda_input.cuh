@@ -136,8 +136,11 @@ struct RowLoader {
 
   MK_DEVICE void run() {
     const uint32_t most = kEven || total[0] > total[1] ? total[0] : total[1];
+    uint32_t base = 0;
 #pragma unroll 1
-    for (uint32_t base = 0; base < most; base += 32 * kRounds) fetch(base);
+    do {
+      fetch(base);  // once where both shares are empty, too: its turn is what a loader waits for there
+    } while ((base += 32 * kRounds) < most);
     if constexpr (kNorm) {
 #pragma unroll
       for (uint32_t s = 0; s < kShares; ++s) {

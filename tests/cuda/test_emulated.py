@@ -180,6 +180,26 @@ def test_rows_of_a_head_on_several_workers(rows: int, shares: int, cache: Path) 
     assert logits[0].tobytes() == logits[1].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("hidden", "heads"),
+    [(128, 2), pytest.param(96, 4, marks=pytest.mark.slow), pytest.param(64, 1, marks=pytest.mark.slow)],
+)
+def test_rows_of_fewer_columns_than_the_loaders_share(hidden: int, heads: int, cache: Path) -> None:
+    """Inputs of one to three chunks, of which some loaders bring nothing: six steps in a launch, of one row and two."""
+    config = {
+        **ONE_LAYER, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 32,
+    }  # fmt: skip
+    run = opened(config, cache, 1)[0]
+    given, found = prompts(run.manifest.vocab, (4, 2)), []
+    try:
+        for sequences in (given, given[:1]):
+            tokens = generate(run, sequences, 6)[0]
+            found.append((tokens, run.tensor("logits")[0].tobytes()))
+    finally:
+        run.close()
+    assert found[0] == found[1]
+
+
 def test_a_bound_keeps_steps_of_a_paced_program_short(cache: Path) -> None:
     """A bound that no prompt row fits: one at a time beside the other sequence."""
     made = []
