@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from megakernel.checkpoint.message import problem
 
+AROUND = 2 << 20  # bytes that are given back together
+
 
 @dataclass(frozen=True)
 class MappedFile:
@@ -40,10 +42,13 @@ class MappedFile:
         return np.frombuffer(self.data, np.uint8, count, offset)
 
     def drop(self, offset: int, count: int) -> None:
-        """Hand the pages that held these bytes back; the next read fetches them again."""
-        start = offset - offset % mmap.PAGESIZE
+        """Hand the pages that held these bytes back, and what came with them; the next read fetches them again.
+
+        A fault may map as much as a large page around it, also of what was given back before."""
+        start = offset - offset % AROUND
+        end = min(len(self.data), -(-(offset + count) // AROUND) * AROUND)
         if count > 0 and hasattr(mmap, "MADV_DONTNEED"):
-            self.data.madvise(mmap.MADV_DONTNEED, start, offset + count - start)
+            self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def close(self) -> None:
         """Unmap. Views that an error on its way out still holds keep the mapping until they are gone."""

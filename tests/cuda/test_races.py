@@ -9,7 +9,6 @@ fences that asynchronous copies need beside the barriers: those are the sanitize
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from tests.cuda.test_emulated import ONE_LAYER, SHAPES
 from tests.dump import Recorder, write_dump
 from tests.emulator.build import compile_on_host
 from tests.gpu.machine import prompts
-from tests.tasks.test_races import CLANG
+from tests.tasks.test_races import CLANG, SYMBOLIZER
 
 WORKERS, TOKENS = 2, 3
 TUNABLES = Tunables(every_lane=1)
@@ -40,8 +39,7 @@ SEEN = (
     "-fsanitize=thread", f"-fsanitize-ignorelist={HERE.parent / 'emulator' / 'ignore.txt'}", "-g",
     "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-distinguish-volatile=1",
 )  # fmt: skip
-# The suppressions are names of functions, which it takes a symbolizer to find; not every build of clang looks for one.
-SYMBOLIZER = next((at for n in ("llvm-symbolizer-22", "llvm-symbolizer") if (at := shutil.which(n))), None)
+# The suppressions are names of functions, which it takes a symbolizer to find.
 OPTIONS = (
     f"halt_on_error=0 exitcode=66 history_size=2 external_symbolizer_path={SYMBOLIZER} "
     f"suppressions={HERE / 'suppressions.txt'}"

@@ -24,6 +24,8 @@ from tests.dump import Recorder, write_dump
 from .harness import ROOT
 
 CLANG = next((c for v in range(24, 15, -1) if (c := shutil.which(f"clang++-{v}"))), None)
+# Not every build of clang finds it by itself.
+SYMBOLIZER = next((at for n in ("llvm-symbolizer-22", "llvm-symbolizer") if (at := shutil.which(n))), None)
 WORKERS, STEPS, LAUNCHES = 4, 12, 3
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 72, "intermediate_size": 100,
@@ -33,7 +35,10 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 BUILD: dict[str, Any] = {"dtype": "f32", "max_slots": 4, "max_context": 384}
 
-pytestmark = pytest.mark.skipif(CLANG is None, reason="no clang++ 16 or later (tests/install_clang.sh installs it)")
+pytestmark = pytest.mark.skipif(
+    CLANG is None or SYMBOLIZER is None,
+    reason="no clang++ 16 or later, or no llvm-symbolizer (tests/install_clang.sh installs both)",
+)
 
 
 def recorder() -> Recorder:
@@ -91,7 +96,8 @@ def built(folder: Path, *defines: str) -> Path:
 
 
 def run(binary: Path, dump: Path, launches: int = LAUNCHES) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=0 exitcode=66 history_size=4"}
+    options = f"halt_on_error=0 exitcode=66 history_size=4 external_symbolizer_path={SYMBOLIZER}"
+    environment = {**os.environ, "TSAN_OPTIONS": options}
     line = [str(binary), str(dump), str(launches), str(STEPS)]
     return subprocess.run(line, capture_output=True, text=True, timeout=600, env=environment)
 

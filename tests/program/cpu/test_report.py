@@ -51,15 +51,19 @@ def test_all_time_is_accounted_for(line: Timeline) -> None:
 
 
 def test_every_step_is_as_long_as_its_critical_path(line: Timeline) -> None:
+    """Where a worker was held up for long, its own records may be all of a step's path."""
+    kinds: set[Kind] = set()
     for step in steps_of(line):
         g = graph_of(line, step)
         assert tuple(g.replay()) == g.time
         parts = critical_path(g)
         assert sum(p.end - p.begin for p in parts) == step.length
         assert all(left.end == right.begin for left, right in pairwise(parts))
-        assert {Kind.WORK, Kind.COUNTER} <= {p.kind for p in parts}
+        assert Kind.WORK in {p.kind for p in parts}
+        kinds |= {p.kind for p in parts}
         assert all(0 <= w.saved <= step.length for w in what_if(line, g))
         assert min(g.slack) >= 0
+    assert Kind.COUNTER in kinds
 
 
 def test_hops_take_time(line: Timeline) -> None:
