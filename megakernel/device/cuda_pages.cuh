@@ -370,13 +370,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
   template <uint32_t kTiles>
   MK_DEVICE static void weigh(const uint32_t (&p)[4], const uint8_t* values, float* out, bool wanted) {
     float o[kTiles][4] = {};
-    Quad b[kTiles];
-#pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) b[j] = Shape::octet(values + j * kTile);
-#pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], p[0], 0, p[1], 0, b[j].x, b[j].y);
-#pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], p[2], 0, p[3], 0, b[j].z, b[j].w);
+    Scores::multiply_values(p, values, o);
 #pragma unroll
     for (uint32_t j = 0; j < kTiles; ++j) {
       if (wanted) *reinterpret_cast<float2*>(out + j * 8) = make_float2(o[j][0], o[j][1]);

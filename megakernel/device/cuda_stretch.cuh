@@ -108,6 +108,18 @@ struct PageScores : PageShape<kConfig> {
     total += __shfl_xor_sync(0xffffffffu, total, 2);
   }
 
+  // Weights of a run x kTiles tiles of its values.
+  template <uint32_t kTiles>
+  MK_DEVICE static void multiply_values(const uint32_t (&p)[4], const uint8_t* values, float (&o)[kTiles][4]) {
+    Quad b[kTiles];
+#pragma unroll
+    for (uint32_t j = 0; j < kTiles; ++j) b[j] = Shape::octet(values + j * kTile);
+#pragma unroll
+    for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], p[0], 0, p[1], 0, b[j].x, b[j].y);
+#pragma unroll
+    for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], p[2], 0, p[3], 0, b[j].z, b[j].w);
+  }
+
   // Of the step of that header. What is given packed to the next product is `combine`'s to give.
   MK_DEVICE static bool one_piece(const abi::StepHeader& h, const Fields& f, uint32_t position) {
     return f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !gives(h);
@@ -134,8 +146,7 @@ struct StretchBlocks : PageScores<kConfig> {
   using Scores::kTwoStages, Scores::kPageStages, Scores::kInQuad, Scores::kTilesAtOnce;
   using Scores::give_back_pages, Scores::keys_at, Scores::values_at, Scores::score, Scores::scale, Scores::weights;
   using Scores::one_piece, Scores::output_at, Scores::partial_at;
-  static constexpr uint32_t kPassTiles = kTilesAtOnce;  // of which a block of a stretch keeps sums
-  static constexpr bool kKeeps = kChunks <= 4;          // its queries in registers
+  static constexpr bool kKeeps = kChunks <= 4;  // queries of a block in registers
 
   MK_DEVICE static void take_stretch(Consumer& c, const Fields& f, const PageItems<kConfig, true>& item) {
     Worker& w = c.w;
@@ -203,7 +214,7 @@ struct StretchBlocks : PageScores<kConfig> {
   }
 
   // This warp's block against the whole piece, and published. All runs are gone through for the largest score, then once more
-  // for each kPassTiles tiles of values: so the sums of these are all that it keeps.
+  // for each kTilesAtOnce tiles of values: so the sums of these are all that it keeps.
   MK_DEVICE static void attend_block(Consumer& c, const Fields& f, const Item& item, const Ring& first) {
     Worker& w = c.w;
     const uint32_t lane = w.warp_lane(), m = w.warp() * kBlockRows + lane / 4;
@@ -218,8 +229,8 @@ struct StretchBlocks : PageScores<kConfig> {
     const auto queries = [&](uint32_t i) { return kKeeps ? q[i] : *reinterpret_cast<const Quad*>(scratch + i * 512); };
     float top = -kInfinity, total = 0.0f;
 #pragma unroll 1
-    for (int32_t tile = -int32_t(kPassTiles); tile < int32_t(kValueTiles); tile += kPassTiles) {
-      float sums[kPassTiles][2] = {};
+    for (int32_t tile = -int32_t(kTilesAtOnce); tile < int32_t(kValueTiles); tile += kTilesAtOnce) {
+      float sums[kTilesAtOnce][2] = {};
       uint32_t read = 0;
       total = 0.0f;
 #pragma unroll 1
@@ -250,33 +261,24 @@ struct StretchBlocks : PageScores<kConfig> {
           add_run(p, values + kKeyBytes + values_at(run_start) + lane * kOctet + tile * kTile, factor, sums);
         }
       }
-      if (!kKeeps && tile + kPassTiles == kValueTiles) c.free_input(read);
+      if (!kKeeps && tile + kTilesAtOnce == kValueTiles) c.free_input(read);
       if (tile >= 0) publish_block(w, f, item, m, tile, sums, top, total);
     }
   }
 
-  // Weights of a run x kPassTiles tiles of its values, times the factor of its row.
-  MK_DEVICE static void add_run(const uint32_t (&p)[4], const uint8_t* values, float factor, float (&sums)[kPassTiles][2]) {
+  // Weights of a run x kTilesAtOnce tiles of its values, times the factor of its row.
+  MK_DEVICE static void add_run(const uint32_t (&p)[4], const uint8_t* values, float factor, float (&sums)[kTilesAtOnce][2]) {
+    float o[kTilesAtOnce][4] = {};
+    Scores::multiply_values(p, values, o);
 #pragma unroll
-    for (uint32_t n = 0; n < kPassTiles; n += kTilesAtOnce) {
-      float o[kTilesAtOnce][4] = {};
-      Quad b[kTilesAtOnce];
-#pragma unroll
-      for (uint32_t j = 0; j < kTilesAtOnce; ++j) b[j] = Shape::octet(values + (n + j) * kTile);
-#pragma unroll
-      for (uint32_t j = 0; j < kTilesAtOnce; ++j) multiply<kHalf>(o[j], p[0], 0, p[1], 0, b[j].x, b[j].y);
-#pragma unroll
-      for (uint32_t j = 0; j < kTilesAtOnce; ++j) multiply<kHalf>(o[j], p[2], 0, p[3], 0, b[j].z, b[j].w);
-#pragma unroll
-      for (uint32_t j = 0; j < kTilesAtOnce; ++j) {
-        if (factor > 0.0f) sums[n + j][0] += factor * o[j][0], sums[n + j][1] += factor * o[j][1];
-      }
+    for (uint32_t j = 0; j < kTilesAtOnce; ++j) {
+      if (factor > 0.0f) sums[j][0] += factor * o[j][0], sums[j][1] += factor * o[j][1];
     }
   }
 
   // Columns from tile `tile` on of the lane's q-row, which is the m-th of the item.
   MK_DEVICE static void publish_block(Worker& w, const Fields& f, const Item& item, uint32_t m, uint32_t tile,
-                                      const float (&sums)[kPassTiles][2], float top, float total) {
+                                      const float (&sums)[kTilesAtOnce][2], float top, float total) {
     if (tile == 0) trace::end(w, abi::Role::kConsumer);
     if (m >= item.group_rows * kGroup) return;
     const uint32_t row = item.group_row + m / kGroup, position = w.header->row[row].position;
@@ -286,7 +288,7 @@ struct StretchBlocks : PageScores<kConfig> {
     float* partial = partial_at(w, f, row, head, item.piece);
     float* out = (whole ? output_at(w, f, row, head) : partial) + tile * 8 + t * 2;
 #pragma unroll
-    for (uint32_t n = 0; n < kPassTiles; ++n) {
+    for (uint32_t n = 0; n < kTilesAtOnce; ++n) {
 #pragma unroll
       for (uint32_t j = 0; j < 2; ++j) publish(out + n * 8 + j, whole ? __fdividef(sums[n][j], total) : sums[n][j]);
     }

@@ -130,6 +130,13 @@ using WideChains = Chains[WidePart::kMost][WidePart::kMost];
 namespace megakernel::dev {
 
 // ------------------------------------------------------------------------------------------------ consumer
+// One chunk of a tile of rows and one of weights; a: the operands of chain 0 and of chain 1.
+template <bool kHalf>
+MK_DEVICE void multiply_tile(Chains& d, const Quad (&a)[2], const Quad& b) {
+  multiply<kHalf>(d[0], a[0].x, a[0].y, a[0].z, a[0].w, b.x, b.y);
+  multiply<kHalf>(d[1], a[1].x, a[1].y, a[1].z, a[1].w, b.z, b.w);
+}
+
 // One chunk; the same of the warp's second tile of weights is `tile_bytes` further.
 template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles>
 MK_DEVICE void multiply_part(WideChains& d, const uint8_t* input, const uint8_t* weights, uint32_t tile_bytes) {
@@ -144,10 +151,7 @@ MK_DEVICE void multiply_part(WideChains& d, const uint8_t* input, const uint8_t*
 #pragma unroll
   for (uint32_t i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) {
-      multiply<kHalf>(d[i][j][0], a[i][0].x, a[i][0].y, a[i][0].z, a[i][0].w, b[j].x, b[j].y);
-      multiply<kHalf>(d[i][j][1], a[i][1].x, a[i][1].y, a[i][1].z, a[i][1].w, b[j].z, b[j].w);
-    }
+    for (uint32_t j = 0; j < kTiles; ++j) multiply_tile<kHalf>(d[i][j], a[i], b[j]);
   }
 }
 
@@ -260,10 +264,7 @@ MK_DEVICE void multiply_four(DealtChains& d, const uint8_t* input, const uint8_t
     for (uint32_t j = 0; j < 4; ++j) {
       const Quad b = *reinterpret_cast<const Quad*>((j < 2 ? weights : more) + j % 2 * (WidePart::kTileStride * count * 512));
 #pragma unroll
-      for (uint32_t i = 0; i < kRowTiles; ++i) {
-        multiply<kHalf>(d[i][j][0], a[i][0].x, a[i][0].y, a[i][0].z, a[i][0].w, b.x, b.y);
-        multiply<kHalf>(d[i][j][1], a[i][1].x, a[i][1].y, a[i][1].z, a[i][1].w, b.z, b.w);
-      }
+      for (uint32_t i = 0; i < kRowTiles; ++i) multiply_tile<kHalf>(d[i][j], a[i], b);
     }
     input += row_bytes, weights += 512, more += 512;
   }
@@ -283,10 +284,7 @@ MK_DEVICE void multiply_two_dealt(DealtChains& d, const uint8_t* input, const ui
       const uint8_t* from = input + i * (WidePart::kRowStride * 1024);
       const Quad a[2] = {*reinterpret_cast<const Quad*>(from), *reinterpret_cast<const Quad*>(from + 512)};
 #pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) {
-        multiply<kHalf>(d[i][j][0], a[0].x, a[0].y, a[0].z, a[0].w, b[j].x, b[j].y);
-        multiply<kHalf>(d[i][j][1], a[1].x, a[1].y, a[1].z, a[1].w, b[j].z, b[j].w);
-      }
+      for (uint32_t j = 0; j < 2; ++j) multiply_tile<kHalf>(d[i][j], a, b[j]);
     }
   }
 }

@@ -8,7 +8,6 @@ fences that asynchronous copies need beside the barriers: those are the sanitize
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from tests.cuda.test_emulated import ONE_LAYER, SHAPES
 from tests.dump import Recorder, write_dump
 from tests.emulator.build import compile_on_host
 from tests.gpu.machine import prompts
-from tests.tasks.test_races import CLANG, SYMBOLIZER
+from tests.tasks.test_races import needs_clang, under_tsan
 
 WORKERS, TOKENS = 2, 3
 TUNABLES = Tunables(every_lane=1)
@@ -39,16 +38,10 @@ SEEN = (
     "-fsanitize=thread", f"-fsanitize-ignorelist={HERE.parent / 'emulator' / 'ignore.txt'}", "-g",
     "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-distinguish-volatile=1",
 )  # fmt: skip
-# The suppressions are names of functions, which it takes a symbolizer to find.
-OPTIONS = (
-    f"halt_on_error=0 exitcode=66 history_size=2 external_symbolizer_path={SYMBOLIZER} "
-    f"suppressions={HERE / 'suppressions.txt'}"
-)
+# Names of functions, which it takes a symbolizer to find.
+OPTIONS = ("history_size=2", f"suppressions={HERE / 'suppressions.txt'}")
 
-pytestmark = pytest.mark.skipif(
-    CLANG is None or SYMBOLIZER is None,
-    reason="no clang++ 16 or later, or no llvm-symbolizer (tests/install_clang.sh installs both)",
-)
+pytestmark = needs_clang
 
 
 class CudaRecorder(Recorder, EmulatedCuda):
@@ -80,8 +73,7 @@ def run(
     compile_on_host(source, INCLUDE, output, HERE, find_compiler(), flags, standalone=True)
     written = dump(config, options, given, cache, folder)
     line = [str(output), str(written), "1", "100"]
-    environment = {**os.environ, "TSAN_OPTIONS": OPTIONS}
-    return subprocess.run(line, capture_output=True, text=True, timeout=900, env=environment)
+    return subprocess.run(line, capture_output=True, text=True, timeout=900, env=under_tsan(*OPTIONS))
 
 
 def slow(*values: Any) -> Any:

@@ -35,10 +35,17 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 BUILD: dict[str, Any] = {"dtype": "f32", "max_slots": 4, "max_context": 384}
 
-pytestmark = pytest.mark.skipif(
+needs_clang = pytest.mark.skipif(
     CLANG is None or SYMBOLIZER is None,
     reason="no clang++ 16 or later, or no llvm-symbolizer (tests/install_clang.sh installs both)",
 )
+pytestmark = needs_clang
+
+
+def under_tsan(*options: str) -> dict[str, str]:
+    """The environment of a program under ThreadSanitizer."""
+    said = ("halt_on_error=0", "exitcode=66", f"external_symbolizer_path={SYMBOLIZER}", *options)
+    return {**os.environ, "TSAN_OPTIONS": " ".join(said)}
 
 
 def recorder() -> Recorder:
@@ -96,10 +103,8 @@ def built(folder: Path, *defines: str) -> Path:
 
 
 def run(binary: Path, dump: Path, launches: int = LAUNCHES) -> subprocess.CompletedProcess[str]:
-    options = f"halt_on_error=0 exitcode=66 history_size=4 external_symbolizer_path={SYMBOLIZER}"
-    environment = {**os.environ, "TSAN_OPTIONS": options}
     line = [str(binary), str(dump), str(launches), str(STEPS)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=600, env=environment)
+    return subprocess.run(line, capture_output=True, text=True, timeout=600, env=under_tsan("history_size=4"))
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from megakernel.runtime import Runtime
 from megakernel.target import find_target
 from tests.dump import write_dump
 from tests.tasks.harness import ROOT
-from tests.tasks.test_races import BUILD, CLANG, CONFIG, STEPS, admit, prompts, recorder, run, runs_soundly
+from tests.tasks.test_races import BUILD, CLANG, CONFIG, STEPS, admit, needs_clang, prompts, recorder, run, runs_soundly
 
-pytestmark = pytest.mark.skipif(CLANG is None, reason="no clang++ 16 or later (tests/install_clang.sh installs it)")
+pytestmark = needs_clang
 RANKS, WORKERS = 2, 2
 TARGET = find_target("cpu-generic").with_workers(WORKERS)
 
