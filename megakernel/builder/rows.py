@@ -38,7 +38,7 @@ def default_rows(
 
     `room`: rows that the target's kernels have room for. `alone`: one sequence at a time. On a GPU such a program gets
     one tile of rows: it is for the least time of a step of one row, which takes longer in a kernel with room for more
-    (3 % on an H200, whose prompts that room makes more than twice as fast)."""
+    (3 to 4 % on an H200, whose prompts that room makes more than twice as fast)."""
     rows = TILE_ROWS
     if alone and target.backend != "cpu":
         return rows
