@@ -17,6 +17,18 @@ struct LoadedHeads {
   }
 };
 
+// The stretch whose queries are in scratch.
+struct LentQueries {
+  uint32_t head = ~0u, group_row = ~0u;
+
+  // Whether they are the item's; from now on they are.
+  MK_DEVICE bool known(const Item& item) {
+    const bool same = head == item.head && group_row == item.group_row;
+    head = item.head, group_row = item.group_row;
+    return same;
+  }
+};
+
 // kStretch: of an item in a stretch.
 template <tasks::AttentionConfig kConfig, class Items, bool kStretch = false>
 struct HeadLoader : PageShape<kConfig> {
@@ -30,6 +42,7 @@ struct HeadLoader : PageShape<kConfig> {
   static constexpr uint32_t kParts = kDim / kEach, kLanes = lanes(kParts);                            // of a head
   static constexpr uint32_t kAtOnce = kLoaders * 32 / kLanes;                                         // heads
   static constexpr uint32_t kTurn = kHalfRotary / kEach;  // lanes between the halves of a rotation
+  static constexpr uint32_t kAhead = kEach <= 4 ? 2 : 1;  // rounds of a stretch's heads on their way
   static_assert(kConfig.interleaved || kHalfRotary % kEach == 0, "a lane's elements turn with those of one other lane");
 
   using Elements = Part<kEach>;
@@ -134,28 +147,40 @@ struct HeadLoader : PageShape<kConfig> {
     return h;
   }
 
-  // All of an item in a stretch: what does not fit beside the queries comes before them.
-  MK_DEVICE void run_stretch() {
+  // All of an item in a stretch that is not there yet: what does not fit beside the queries comes before them, or, where
+  // they are known, in turns.
+  MK_DEVICE void run_stretch(bool known) {
     const FreshRows all = item.fresh();
+    if (known && all.count == 0) return;
 #pragma unroll 1
     for (uint32_t done = 0;;) {
       const FreshRows fresh = {all.first + done, tasks::least(all.count - done, Shape::kFreshAtOnce)};
       done += fresh.count;
       const bool last = done == all.count;
-      const uint32_t heads = 2 * fresh.count + (last ? item.group_rows * kGroup : 0);
-      const uint32_t own = Loader::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
-      l.begin();
-      Head next = find(fresh, heads, own);
-      Words words = ask(next);
-#pragma unroll 1
-      for (uint32_t n = kAtOnce; n < heads + kAtOnce; n += kAtOnce) {
-        const Head h = next;
-        Words of_h = words;
-        next = find(fresh, heads, n + own);  // on their way while those before are put
-        words = ask(next);
-        put_head(h, of_h, n >= heads);
-      }
+      put_stretch(fresh, 2 * fresh.count + (last && !known ? item.group_rows * kGroup : 0));
       if (last) return;
+    }
+  }
+
+  // Two rounds of heads are on their way while those before are put.
+  MK_DEVICE void put_stretch(const FreshRows& fresh, uint32_t heads) {
+    const uint32_t own = Loader::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
+    Head next[kAhead];
+    Words words[kAhead];
+    l.begin();
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) next[i] = find(fresh, heads, i * kAtOnce + own), words[i] = ask(next[i]);
+#pragma unroll 1
+    for (uint32_t n = 0; n < heads;) {
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; ++i, n += kAtOnce) {
+        if (n >= heads) break;
+        const Head h = next[i];
+        Words of_h = words[i];
+        next[i] = find(fresh, heads, n + kAhead * kAtOnce + own);
+        words[i] = ask(next[i]);
+        put_head(h, of_h, n + kAtOnce >= heads);
+      }
     }
   }
 

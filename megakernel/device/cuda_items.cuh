@@ -35,13 +35,15 @@ struct PageShape {
   // Scratch of an item: queries as A operand, keys and values of this step's rows, what is merged.
   static constexpr uint32_t kQueryBytes = kChunks * 512, kFreshBytes = 2 * kDim * kElement + (kEight ? 16 : 0);
   static constexpr uint32_t kFreshRows = (kBlockRows + kGroup - 1) / kGroup, kMergeAt = kQueryBytes + kFreshRows * kFreshBytes;
-  // In wide steps the rows of one slot, where they are more than kTogether, are dealt in stretches, each with its own items: a
-  // block of q-rows a consumer, who takes it through all runs of the piece. Scratch of such an item: the queries of all
-  // blocks, and as many fresh rows as fit behind them.
-  static constexpr uint32_t kTogether = 2 * kBlockRows > kGroup ? 2 * kBlockRows / kGroup : 1, kWideRoom = Sums::below(1);
-  static constexpr uint32_t kFitting = kWideRoom * 5 / 8 / kQueryBytes, kBlocks = kFitting < kConsumers ? kFitting : kConsumers;
-  static constexpr uint32_t kStretchRows = kWide ? kBlocks * kBlockRows / kGroup : 0;  // at most; none: no stretches
-  static constexpr uint32_t kFreshAt = kBlocks * kQueryBytes, kFreshAtOnce = (kWideRoom - kFreshAt) / kFreshBytes;
+  // In wide steps the rows of one slot, where they are more than kTogether, are dealt in stretches, each with its own items:
+  // pairs of blocks of q-rows, each with kSharers consumers, who take it through all runs of the piece and share the columns
+  // of its values. Scratch of such an item: the queries of all pairs, and as many fresh rows as fit behind them.
+  static constexpr uint32_t kPairRows = 2 * kBlockRows, kPairBytes = 2 * kQueryBytes;
+  static constexpr uint32_t kTogether = kPairRows > kGroup ? kPairRows / kGroup : 1, kWideRoom = Sums::below(1);
+  static constexpr uint32_t kSharers = kDim <= 64 ? 1 : kDim <= 128 ? 2 : 4, kMostPairs = kConsumers / kSharers;
+  static constexpr uint32_t kFitting = kWideRoom * 2 / 3 / kPairBytes, kPairs = kFitting < kMostPairs ? kFitting : kMostPairs;
+  static constexpr uint32_t kStretchRows = kWide ? kPairs * kPairRows / kGroup : 0;  // at most; none: no stretches
+  static constexpr uint32_t kFreshAt = kPairs * kPairBytes, kFreshAtOnce = (kWideRoom - kFreshAt) / kFreshBytes;
   static_assert(kFreshAtOnce > 0);
 
   // Whether a step has stretches.
@@ -98,8 +100,10 @@ struct Item {
 };
 
 // Of a slot whose rows are dealt in stretches: they are [row, end) of the step, `each` to a stretch; 0: all are one group.
+// Its items are one sequence, stretch by stretch, of which `passed` belong to stretches before; a tile has those in
+// [first_item, end_item), so most of its items have the same queries.
 struct Stretches {
-  uint32_t row, end, each;
+  uint32_t row, end, each, passed, first_item, end_item;
 };
 template <bool kStretches>
 struct SlotOf {};
@@ -128,7 +132,7 @@ struct PageItems : Item, SlotOf<kStretches> {
   }
   MK_DEVICE bool next() {
     while (tile < end) {
-      piece += f.splits;
+      piece += step();
       while (piece >= piece_end) {
         if (!next_group()) break;
       }
@@ -142,6 +146,12 @@ struct PageItems : Item, SlotOf<kStretches> {
     return false;
   }
   MK_DEVICE bool in_stretches() const { return this->slot.each > 0; }
+  MK_DEVICE uint32_t step() const {
+    if constexpr (kStretches) {
+      if (in_stretches()) return 1;
+    }
+    return f.splits;
+  }
 
   // Of an item in a stretch: rows of the slot up to its last, those before it too, that lie in the piece and that it sees.
   MK_DEVICE FreshRows fresh() const {
@@ -173,12 +183,25 @@ struct PageItems : Item, SlotOf<kStretches> {
       group_rows = 1;
       while (group_row + group_rows < h.rows && h.row[group_row + group_rows].slot == h.row[group_row].slot) ++group_rows;
     }
-    const uint32_t first = tasks::first_seen(h.row[group_row].position, f.window) / kPiece;
-    piece_end = h.row[group_row + group_rows - 1].position / kPiece + 1;
-    piece = first + (share >= count ? share - count : share + f.splits - count);
-    count += piece_end - first;
-    if (count >= f.splits) count %= f.splits;
+    const uint32_t first = first_piece(group_row);
+    piece_end = last_piece(group_row + group_rows) + 1;
+    if constexpr (kStretches) {
+      if (in_stretches()) {
+        begin_stretch(first);
+        return true;
+      }
+    }
+    piece = first + place();
+    pass(piece_end - first);
     return true;
+  }
+  MK_DEVICE uint32_t first_piece(uint32_t row) const { return tasks::first_seen(h.row[row].position, f.window) / kPiece; }
+  MK_DEVICE uint32_t last_piece(uint32_t end_row) const { return h.row[end_row - 1].position / kPiece; }
+  // The first of the items to come that is this tile's; and so many items are passed.
+  MK_DEVICE uint32_t place() const { return share >= count ? share - count : share + f.splits - count; }
+  MK_DEVICE void pass(uint32_t items) {
+    count += items;
+    if (count >= f.splits) count %= f.splits;
   }
 
   MK_DEVICE void next_stretch() {
@@ -186,10 +209,30 @@ struct PageItems : Item, SlotOf<kStretches> {
     if (group_row >= slot.end) {
       group_rows = 1;
       while (in_group(group_rows)) group_rows += in_group(group_rows + 7) ? 8 : 1;
-      slot = {group_row, group_row + group_rows, rows_of_stretch()};
+      slot = {group_row, group_row + group_rows, rows_of_stretch(), 0, 0, 0};
+      if (in_stretches()) deal();
     }
     group_rows = slot.end - group_row;
     if (in_stretches()) group_rows = tasks::least(slot.each, group_rows);
+  }
+  // The slot's items to the tiles of the head, each the same number, or one more.
+  MK_DEVICE void deal() {
+    Stretches& slot = this->slot;
+    uint32_t items = 0;
+    for (uint32_t r = slot.row; r < slot.end; r += slot.each) {
+      items += last_piece(tasks::least(r + slot.each, slot.end)) + 1 - first_piece(r);
+    }
+    slot.first_item = place() * items / f.splits;
+    slot.end_item = (place() + 1) * items / f.splits;
+    pass(items);
+  }
+  // The tile's pieces of the stretch that the group now has.
+  MK_DEVICE void begin_stretch(uint32_t first) {
+    Stretches& slot = this->slot;
+    const uint32_t pieces = piece_end - first;
+    piece = first + (slot.first_item > slot.passed ? slot.first_item - slot.passed : 0);
+    piece_end = first + (slot.end_item > slot.passed ? tasks::least(slot.end_item - slot.passed, pieces) : 0);
+    slot.passed += pieces;
   }
   // Whether the row so far behind the group's first is of its slot.
   MK_DEVICE bool in_group(uint32_t behind) const {
@@ -199,10 +242,9 @@ struct PageItems : Item, SlotOf<kStretches> {
   // Of the slot whose rows the group now has: so many that each tile of the head gets an item, if there are as many.
   MK_DEVICE uint32_t rows_of_stretch() const {
     if (group_rows <= Shape::kTogether) return 0;
-    const uint32_t first = tasks::first_seen(h.row[group_row].position, f.window) / kPiece;
-    const uint32_t pieces = h.row[group_row + group_rows - 1].position / kPiece + 1 - first;
+    const uint32_t pieces = last_piece(group_row + group_rows) + 1 - first_piece(group_row);
     const uint32_t rows = (group_rows * pieces + f.splits - 1) / f.splits;
-    return tasks::least(tasks::most(rows, (kBlockRows + Shape::kGroup - 1) / Shape::kGroup), Shape::kStretchRows);
+    return tasks::least(tasks::most(rows, (Shape::kPairRows + Shape::kGroup - 1) / Shape::kGroup), Shape::kStretchRows);
   }
 
   MK_DEVICE void set_pages() {

@@ -143,6 +143,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     wait_counters(w, record);
     Items<kStretches> item(*w.header, record, f);
     LoadedHeads loaded;
+    LentQueries lent;
     bool any = false, whole = false;  // whole: the item before was no stretch
 #pragma unroll 1
     while (item.next()) {
@@ -154,10 +155,11 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
             l.end();
           }
           whole = false;
-          HeadLoader<kConfig, Items<true>, true>{{}, l, f, item}.run_stretch();
+          HeadLoader<kConfig, Items<true>, true>{{}, l, f, item}.run_stretch(lent.known(item));
           continue;
         }
         whole = true;
+        lent = {};
       }
       const uint32_t rows = item.group_rows * kGroup;
       if (!kSeveral && loaded.known(item, rows)) continue;
@@ -193,6 +195,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     uint32_t merges = 0;  // of what the loaders have lent
     bool taken = false;   // they have lent something
     bool whole = false;   // the item before was no stretch
+    typename StretchBlocks<kConfig>::Lent lent;
 #pragma unroll 1
     while (item.next()) {
       if constexpr (kStretches) {
@@ -203,10 +206,11 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
           }
           whole = false;
           taken = true;
-          take_stretch(c, f, item);
+          take_stretch(c, f, item, lent);
           continue;
         }
         whole = true;
+        lent.give_back(c);
       }
       const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
       const uint32_t my_page = run_start / kPage;
@@ -229,6 +233,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
         ++merges;
       }
     }
+    if constexpr (kStretches) lent.give_back(c);
     if (kSeveral || !taken) c.take_input();
     c.free_input();
     if (record.signal != abi::kNone) {
@@ -307,7 +312,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     if (stage.keys) {
       float s[4][4] = {};
       const uint8_t* queries = block().scratch + lane * 16;
-      score([&](uint32_t i) { return *reinterpret_cast<const Quad*>(queries + i * 512); },
+      score([&](uint32_t i) { return *reinterpret_cast<const Quad*>(queries + i * 512); }, Scores::no_queries,
             stage.keys + keys_at(run_start) + lane * kOctet, s);
       const uint8_t* exponents = stage.values() + kExponents + run_start % kPage;  // of the keys
       soften(f, s, Seen(w, f, item, base + lane / 4, run_start), lane % 4, exponents, top, total);
@@ -369,8 +374,9 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
   // kTiles tiles of values, times the weights of this warp's tokens.
   template <uint32_t kTiles>
   MK_DEVICE static void weigh(const uint32_t (&p)[4], const uint8_t* values, float* out, bool wanted) {
+    constexpr uint32_t kNone[4] = {};  // q-rows 8 to 15
     float o[kTiles][4] = {};
-    Scores::multiply_values(p, values, o);
+    Scores::multiply_values(p, kNone, values, o);
 #pragma unroll
     for (uint32_t j = 0; j < kTiles; ++j) {
       if (wanted) *reinterpret_cast<float2*>(out + j * 8) = make_float2(o[j][0], o[j][1]);

@@ -53,21 +53,22 @@ struct PageScores : PageShape<kConfig> {
   MK_DEVICE static uint32_t keys_at(uint32_t run_start) { return run_start % kPage / 8 * (kDim * kOctet); }
   MK_DEVICE static uint32_t values_at(uint32_t run_start) { return run_start % kPage / 32 * (kDim * 4 * kOctet); }
 
-  // Queries x keys of a run; of both what the lane has. queries(i): of a chunk.
-  template <class Queries>
-  MK_DEVICE static void score(Queries queries, const uint8_t* keys, float (&s)[4][4]) {
+  // Queries x keys of a run; of both what the lane has. low(i), high(i): of a chunk, q-rows 0 to 7 and 8 to 15.
+  template <class Low, class High>
+  MK_DEVICE static void score(Low low, High high, const uint8_t* keys, float (&s)[4][4]) {
 #pragma unroll
     for (uint32_t i = 0; i < kChunks; ++i) {
-      const Quad q = queries(i);
+      const Quad q = low(i), r = high(i);
       Quad b[4];
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) b[j] = Shape::octet(keys + j * (kDim * kOctet) + i * kTile);
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.x, 0, q.y, 0, b[j].x, b[j].y);
+      for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.x, r.x, q.y, r.y, b[j].x, b[j].y);
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.z, 0, q.w, 0, b[j].z, b[j].w);
+      for (uint32_t j = 0; j < 4; ++j) multiply<kHalf>(s[j], q.z, r.z, q.w, r.w, b[j].z, b[j].w);
     }
   }
+  MK_DEVICE static Quad no_queries(uint32_t) { return {0, 0, 0, 0}; }
 
   // Scores become weights.
   MK_DEVICE static void soften(const Fields& f, float (&s)[4][4], const Seen& seen, uint32_t t, const uint8_t* exponents,
@@ -108,16 +109,17 @@ struct PageScores : PageShape<kConfig> {
     total += __shfl_xor_sync(0xffffffffu, total, 2);
   }
 
-  // Weights of a run x kTiles tiles of its values.
+  // Weights of a run x kTiles tiles of its values; low, high: of q-rows 0 to 7 and 8 to 15.
   template <uint32_t kTiles>
-  MK_DEVICE static void multiply_values(const uint32_t (&p)[4], const uint8_t* values, float (&o)[kTiles][4]) {
+  MK_DEVICE static void multiply_values(
+      const uint32_t (&low)[4], const uint32_t (&high)[4], const uint8_t* values, float (&o)[kTiles][4]) {
     Quad b[kTiles];
 #pragma unroll
     for (uint32_t j = 0; j < kTiles; ++j) b[j] = Shape::octet(values + j * kTile);
 #pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], p[0], 0, p[1], 0, b[j].x, b[j].y);
+    for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], low[0], high[0], low[1], high[1], b[j].x, b[j].y);
 #pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], p[2], 0, p[3], 0, b[j].z, b[j].w);
+    for (uint32_t j = 0; j < kTiles; ++j) multiply<kHalf>(o[j], low[2], high[2], low[3], high[3], b[j].z, b[j].w);
   }
 
   // Of the step of that header. What is given packed to the next product is `combine`'s to give.
@@ -133,7 +135,8 @@ struct PageScores : PageShape<kConfig> {
   }
 };
 
-// An item in a stretch: each consumer takes a block of 8 q-rows through all runs, with the sums and in the order of a merge.
+// An item in a stretch: a consumer takes a pair of blocks of 8 q-rows through all runs, or with others that share its columns,
+// with the sums and in the order of a merge.
 template <tasks::AttentionConfig kConfig>
 struct StretchBlocks : PageScores<kConfig> {
   using Scores = PageScores<kConfig>;
@@ -141,34 +144,47 @@ struct StretchBlocks : PageScores<kConfig> {
   using Fields = abi::AttentionFields;
   using Shape::kDim, Shape::kGroup, Shape::kPage, Shape::kPiece, Shape::kKeyBytes, Shape::kChunks, Shape::kValueTiles;
   using Shape::kHalf, Shape::kQueryBytes, Shape::kFreshBytes, Shape::kFreshAt, Shape::kFreshAtOnce;
+  using Shape::kPairRows, Shape::kPairBytes, Shape::kSharers;
   using Shape::kEight, Shape::kOctet, Shape::kTile, Shape::kExponents;
-  using typename Scores::Seen;
-  using Scores::kTwoStages, Scores::kPageStages, Scores::kInQuad, Scores::kTilesAtOnce;
-  using Scores::give_back_pages, Scores::keys_at, Scores::values_at, Scores::score, Scores::scale, Scores::weights;
+  using Scores::kTwoStages, Scores::kPageStages, Scores::kInQuad;
+  using Scores::give_back_pages, Scores::keys_at, Scores::values_at, Scores::score, Scores::multiply_values;
   using Scores::one_piece, Scores::output_at, Scores::partial_at;
-  static constexpr bool kKeeps = kChunks <= 4;  // queries of a block in registers
+  static constexpr bool kKeeps = kChunks <= 2;  // queries of a pair in registers
+  static constexpr uint32_t kTiles = kValueTiles / kSharers;  // of values, of a consumer
+  static constexpr uint32_t kAtOnce = kTiles % 4 == 0 ? 4 : kTiles % 3 == 0 ? 3 : kTiles;
+  static_assert(kTiles * kSharers == kValueTiles && kTiles <= 8);
 
-  MK_DEVICE static void take_stretch(Consumer& c, const Fields& f, const PageItems<kConfig, true>& item) {
+  // What the consumers hold of scratch from one item to the next.
+  struct Lent {
+    LentQueries queries;
+    bool held = false;
+
+    MK_DEVICE void give_back(Consumer& c) {
+      if (held) c.free_input();
+      *this = {};
+    }
+  };
+
+  MK_DEVICE static void take_stretch(Consumer& c, const Fields& f, const PageItems<kConfig, true>& item, Lent& lent) {
     Worker& w = c.w;
     const Ring first = c.ring;
     await_pages(c, item);
     const FreshRows all = item.fresh();
+    if (!lent.queries.known(item) || all.count > 0) {
 #pragma unroll 1
-    for (uint32_t done = 0;;) {
-      const FreshRows fresh = {all.first + done, tasks::least(all.count - done, kFreshAtOnce)};
-      c.take_input();
-      trace::data(w, abi::Role::kConsumer);
-      put_fresh(w, item, fresh, first);
-      done += fresh.count;
-      if (done == all.count) break;
-      c.free_input();
+      for (uint32_t done = 0;;) {
+        const FreshRows fresh = {all.first + done, tasks::least(all.count - done, kFreshAtOnce)};
+        if (lent.held) c.free_input();
+        c.take_input();
+        lent.held = true;
+        trace::data(w, abi::Role::kConsumer);
+        put_fresh(w, item, fresh, first);
+        done += fresh.count;
+        if (done == all.count) break;
+      }
     }
     if (all.count > 0) w.sync();  // the pages are whole
-    if (w.warp() * kBlockRows < item.group_rows * kGroup) {
-      attend_block(c, f, item, first);
-    } else {
-      c.free_input();
-    }
+    if (w.warp() / kSharers * kPairRows < item.group_rows * kGroup) attend_pair(w, f, item, first);
     give_back_pages(c, item, first);
   }
 
@@ -213,86 +229,188 @@ struct StretchBlocks : PageScores<kConfig> {
     __syncwarp();
   }
 
-  // This warp's block against the whole piece, and published. All runs are gone through for the largest score, then once more
-  // for each kTilesAtOnce tiles of values: so the sums of these are all that it keeps.
-  MK_DEVICE static void attend_block(Consumer& c, const Fields& f, const Item& item, const Ring& first) {
-    Worker& w = c.w;
-    const uint32_t lane = w.warp_lane(), m = w.warp() * kBlockRows + lane / 4;
-    const uint8_t* scratch = block().scratch + w.warp() * kQueryBytes + lane * 16;
-    Quad q[kKeeps ? kChunks : 1];
-    if constexpr (kKeeps) {
-      uint32_t read = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < kChunks; ++i) q[i] = *reinterpret_cast<const Quad*>(scratch + i * 512), read |= q[i].x;
-      c.free_input(read);
+  // The q-rows of this consumer's pair.
+  struct Pair {
+    uint32_t first, count;
+
+    MK_DEVICE Pair(const Worker& w, const Item& item)
+        : first(w.warp() / kSharers * kPairRows), count(tasks::least(kPairRows, item.group_rows * kGroup - first)) {}
+    MK_DEVICE uint32_t row(const Item& item, uint32_t i) const { return item.group_row + (first + i) / kGroup; }
+    MK_DEVICE uint32_t position(const Worker& w, const Item& item, uint32_t i) const {
+      return w.header->row[row(item, i)].position;
     }
-    const auto queries = [&](uint32_t i) { return kKeeps ? q[i] : *reinterpret_cast<const Quad*>(scratch + i * 512); };
-    float top = -kInfinity, total = 0.0f;
-#pragma unroll 1
-    for (int32_t tile = -int32_t(kTilesAtOnce); tile < int32_t(kValueTiles); tile += kTilesAtOnce) {
-      float sums[kTilesAtOnce][2] = {};
-      uint32_t read = 0;
-      total = 0.0f;
-#pragma unroll 1
-      for (uint32_t page = item.page; page <= item.last_page; ++page) {
-        const uint8_t* values = page_at(item, first, page, true);
-        const uint8_t* keys = kTwoStages ? page_at(item, first, page, false) : values;
-#pragma unroll 1
-        for (uint32_t run_start = page * kPage; run_start < (page + 1) * kPage; run_start += kRunTokens) {
-          const Seen seen(w, f, item, m, run_start);
-          if (!__any_sync(0xffffffffu, seen.low < tasks::least(seen.high, kRunTokens))) continue;
-          uint32_t t = lane % 4;
-          asm volatile("" : "+r"(t));  // what follows from it is made again in each run, not kept in registers
-          float s[4][4] = {}, run_top = -kInfinity, run_total = 0.0f;
-          score(queries, keys + keys_at(run_start) + lane * kOctet, s);
-          const uint8_t* exponents = values + kExponents + run_start % kPage;
-          scale(f, s, seen, t, exponents, run_top);
-          if (tile < 0) {
-            top = max(top, run_top);
-            continue;
-          }
-          weights(s, t, exponents, run_top, run_total);
-          const float factor = exp2_fast((run_top - top) * kLog2e);
-          total += factor * run_total;
-          uint32_t p[4];
+  };
+
+  // A run as a lane sees it: where it is, and its own two q-rows.
+  struct Run {
+    const uint8_t *keys, *values;
+    uint32_t start;
+    bool whole;  // all see all of it
+  };
+  // This warp's pair against the whole piece, and published. All runs are gone through for the largest score, then once more
+  // for the sums.
+  MK_DEVICE static void attend_pair(Worker& w, const Fields& f, const Item& item, const Ring& first) {
+    const uint32_t lane = w.warp_lane();
+    const Pair pair(w, item);
+    const uint8_t* scratch = block().scratch + w.warp() / kSharers * kPairBytes + lane * 16;
+    Quad q[kKeeps ? 2 * kChunks : 1];
+    if constexpr (kKeeps) {
 #pragma unroll
-          for (uint32_t j = 0; j < 4; ++j) p[j] = pack<kHalf>(s[j][0], s[j][1]);
-          read |= p[0];
-          add_run(p, values + kKeyBytes + values_at(run_start) + lane * kOctet + tile * kTile, factor, sums);
+      for (uint32_t i = 0; i < 2 * kChunks; ++i) q[i] = *reinterpret_cast<const Quad*>(scratch + i * 512);
+    }
+    const auto low = [&](uint32_t i) { return kKeeps ? q[i] : *reinterpret_cast<const Quad*>(scratch + i * 512); };
+    const auto high = [&](uint32_t i) {
+      return kKeeps ? q[kChunks + i] : *reinterpret_cast<const Quad*>(scratch + (kChunks + i) * 512);
+    };
+    // Of the lane's q-rows; looked up where some see a part of a run alone, not kept in registers.
+    const auto position = [&](uint32_t h) {
+      const Pair own(w, item);
+      return own.position(w, item, tasks::least(h * kBlockRows + w.warp_lane() / 4, own.count - 1));
+    };
+    // All see the tokens in [whole, whole_end).
+    const uint32_t low_position = pair.position(w, item, 0), high_position = pair.position(w, item, pair.count - 1);
+    const uint32_t whole = tasks::first_seen(high_position, f.window), whole_end = low_position + 1;
+    const uint32_t begin = tasks::most(item.page * kPage, tasks::first_seen(low_position, f.window) / kRunTokens * kRunTokens);
+    const uint32_t end = tasks::least((item.last_page + 1) * kPage, high_position + 1);
+    const uint32_t slot_of_0 = first.slot - item.page * kPageStages;
+    const auto run_at = [&](uint32_t start) {
+      uint32_t slot = slot_of_0 + start / kPage * kPageStages;
+      if (slot >= kStages) slot -= kStages;
+      const uint8_t* keys = block().ring[slot];
+      const uint8_t* values = keys;
+      if constexpr (kTwoStages) values = block().ring[slot + 1 == kStages ? 0 : slot + 1] - kKeyBytes;
+      return Run{keys, values, start, start >= whole && start + kRunTokens <= whole_end};
+    };
+    float top[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
+#pragma unroll 1
+    for (uint32_t start = begin; start < end; start += kRunTokens) {
+      float s[4][4] = {};
+      const Run run = run_at(start);
+      score(low, high, run.keys + keys_at(start) + lane * kOctet, s);
+      scale(f, s, run, position, lane % 4, top);
+    }
+    over_four(top);
+    float sums[kTiles][4] = {};
+#pragma unroll 1
+    for (uint32_t start = begin; start < end; start += kRunTokens) {
+      float s[4][4] = {}, run_top[2] = {-kInfinity, -kInfinity};
+      const Run run = run_at(start);
+      score(low, high, run.keys + keys_at(start) + lane * kOctet, s);
+      scale(f, s, run, position, lane % 4, run_top);
+      over_four(run_top);
+      float factor[2];
+      uint32_t p[2][4];
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        factor[h] = exp2_fast((run_top[h] - top[h]) * kLog2e);
+        total[h] += factor[h] * weights(s, h, run, lane % 4, run_top[h]);
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) p[h][j] = pack<kHalf>(s[j][2 * h], s[j][2 * h + 1]);
+      }
+      add_run(p, run.values + kKeyBytes + values_at(start) + lane * kOctet + w.warp() % kSharers * (kTiles * kTile), factor, sums);
+    }
+    trace::end(w, abi::Role::kConsumer);
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) publish_row(w, f, item, Pair(w, item), h, sums, top[h], total[h]);
+  }
+
+  MK_DEVICE static const uint8_t* exponents(const Run& run, uint32_t t) {
+    return run.values + kExponents + run.start % kPage + t * 2;
+  }
+
+  // Scores as they are compared, and the largest that the lane has.
+  template <class Position>
+  MK_DEVICE static void scale(
+      const Fields& f, float (&s)[4][4], const Run& run, Position position, uint32_t t, float (&top)[2]) {
+#pragma unroll
+    for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        float& v = s[j][i];
+        if constexpr (kEight) v *= power(exponents(run, t)[j * 8 + i % 2]);
+        v *= f.scale;
+        if constexpr (kConfig.softcap) v = f.softcap * tanhf(v / f.softcap);
+      }
+    }
+    if (!run.whole) {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        const uint32_t last = position(h), first = tasks::first_seen(last, f.window);
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+          const uint32_t token = run.start + i / 2 * 8 + t * 2 + i % 2;
+          if (token < first || token > last) s[i / 2][2 * h + i % 2] = -kInfinity;
         }
       }
-      if (!kKeeps && tile + kTilesAtOnce == kValueTiles) c.free_input(read);
-      if (tile >= 0) publish_block(w, f, item, m, tile, sums, top, total);
     }
-  }
-
-  // Weights of a run x kTilesAtOnce tiles of its values, times the factor of its row.
-  MK_DEVICE static void add_run(const uint32_t (&p)[4], const uint8_t* values, float factor, float (&sums)[kTilesAtOnce][2]) {
-    float o[kTilesAtOnce][4] = {};
-    Scores::multiply_values(p, values, o);
 #pragma unroll
-    for (uint32_t j = 0; j < kTilesAtOnce; ++j) {
-      if (factor > 0.0f) sums[j][0] += factor * o[j][0], sums[j][1] += factor * o[j][1];
+    for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) top[i / 2] = max(top[i / 2], s[j][i]);
     }
   }
 
-  // Columns from tile `tile` on of the lane's q-row, which is the m-th of the item.
-  MK_DEVICE static void publish_block(Worker& w, const Fields& f, const Item& item, uint32_t m, uint32_t tile,
-                                      const float (&sums)[kTilesAtOnce][2], float top, float total) {
-    if (tile == 0) trace::end(w, abi::Role::kConsumer);
-    if (m >= item.group_rows * kGroup) return;
-    const uint32_t row = item.group_row + m / kGroup, position = w.header->row[row].position;
-    const uint32_t head = item.head * kGroup + m % kGroup, t = w.warp_lane() % 4;
+  // The largest of the four lanes of a q-row.
+  MK_DEVICE static void over_four(float (&top)[2]) {
+#pragma unroll
+    for (uint32_t d = 1; d < 4; d *= 2) {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) top[h] = max(top[h], __shfl_xor_sync(0xffffffffu, top[h], d));
+    }
+  }
+
+  // Scores of one of the two q-rows become weights; their sum. As PageScores::weights.
+  MK_DEVICE static float weights(float (&s)[4][4], uint32_t h, const Run& run, uint32_t t, float top) {
+    const float base = top == -kInfinity ? 0.0f : top;
+    float total = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i) {
+      float& v = s[i / 2][2 * h + i % 2];
+      v = exp2_fast((v - base) * kLog2e);
+      total += v;
+      if constexpr (kEight) v = v == 0.0f ? 0.0f : v * power(exponents(run, t)[kPage + i / 2 * 8 + i % 2]);
+    }
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+    return total;
+  }
+
+  // Weights of a run x the consumer's tiles of its values, times the factor of each q-row.
+  MK_DEVICE static void add_run(const uint32_t (&p)[2][4], const uint8_t* values, const float (&factor)[2], float (&sums)[kTiles][4]) {
+#pragma unroll
+    for (uint32_t tile = 0; tile < kTiles; tile += kAtOnce) {
+      float o[kAtOnce][4] = {};
+      multiply_values(p[0], p[1], values + tile * kTile, o);
+#pragma unroll
+      for (uint32_t j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          if (factor[i / 2] > 0.0f) sums[tile + j][i] += factor[i / 2] * o[j][i];
+        }
+      }
+    }
+  }
+
+  // The consumer's columns of one of the lane's q-rows.
+  MK_DEVICE static void publish_row(Worker& w, const Fields& f, const Item& item, const Pair& pair, uint32_t h,
+                                    const float (&sums)[kTiles][4], float top, float total) {
+    const uint32_t i = h * kBlockRows + w.warp_lane() / 4, t = w.warp_lane() % 4, sharer = w.warp() % kSharers;
+    if (i >= pair.count) return;
+    const uint32_t row = pair.row(item, i), position = pair.position(w, item, i);
+    const uint32_t head = item.head * kGroup + (pair.first + i) % kGroup;
     if (position / kPiece < item.piece || tasks::first_seen(position, f.window) / kPiece > item.piece) return;
     const bool whole = one_piece(*w.header, f, position);
     float* partial = partial_at(w, f, row, head, item.piece);
-    float* out = (whole ? output_at(w, f, row, head) : partial) + tile * 8 + t * 2;
+    float* out = (whole ? output_at(w, f, row, head) : partial) + sharer * kTiles * 8 + t * 2;
 #pragma unroll
-    for (uint32_t n = 0; n < kTilesAtOnce; ++n) {
+    for (uint32_t n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) publish(out + n * 8 + j, whole ? __fdividef(sums[n][j], total) : sums[n][j]);
+      for (uint32_t j = 0; j < 2; ++j) {
+        const float sum = sums[n][2 * h + j];
+        publish(out + n * 8 + j, whole ? __fdividef(sum, total) : sum);
+      }
     }
-    if (!whole && tile == 0 && t == 0) {
+    if (!whole && sharer == 0 && t == 0) {
       publish(partial + kDim, top);
       publish(partial + kDim + 1, total);
     }

@@ -139,14 +139,26 @@ def test_same_bits_where_products_are_dealt_by_shares(
         dealt.close()
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", pytest.param("f8", marks=pytest.mark.slow)])
-def test_same_bits_where_rows_of_a_prompt_go_to_several_workers(kv_dtype: str, cache: Path) -> None:
-    """Steps of 64 and of 36 rows, dealt in stretches to six workers, and steps of 16."""
+@pytest.mark.parametrize(
+    ("kv_dtype", "workers", "piece", "length"),
+    [
+        ("bf16", 6, None, 101),
+        ("bf16", 2, 64, 180),
+        pytest.param("f8", 6, None, 101, marks=pytest.mark.slow),
+        pytest.param("f8", 3, 64, 180, marks=pytest.mark.slow),
+    ],
+)
+def test_same_bits_where_rows_of_a_prompt_go_to_several_workers(
+    kv_dtype: str, workers: int, piece: int | None, length: int, cache: Path
+) -> None:
+    """Steps of 64 rows and the rest, dealt in stretches, and steps of 16. Few workers have several pieces of the same
+    queries, and pieces of several stretches."""
     found = []
-    for workers, rows in ((2, 16), (6, 64)):
-        run = opened({**LLAMA, "num_key_value_heads": 1}, cache, workers, max_rows=rows, kv_dtype=kv_dtype)[0]
+    for count, rows in ((2, 16), (workers, 64)):
+        config = {**LLAMA, "num_key_value_heads": 1}
+        run = opened(config, cache, count, piece, max_rows=rows, kv_dtype=kv_dtype)[0]
         try:
-            found.append(forced_logits(run, prompts(run.manifest.vocab, (101,))[0], 99).tobytes())
+            found.append(forced_logits(run, prompts(run.manifest.vocab, (length,))[0], length - 2).tobytes())
         finally:
             run.close()
     assert found[0] == found[1]
