@@ -162,7 +162,7 @@ struct HeadLoader : PageShape<kConfig> {
     }
   }
 
-  // Two rounds of heads are on their way while those before are put.
+  // kAhead rounds of heads at once, and as many on their way.
   MK_DEVICE void put_stretch(const FreshRows& fresh, uint32_t heads) {
     const uint32_t own = Loader::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
     Head next[kAhead];
@@ -171,16 +171,16 @@ struct HeadLoader : PageShape<kConfig> {
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i) next[i] = find(fresh, heads, i * kAtOnce + own), words[i] = ask(next[i]);
 #pragma unroll 1
-    for (uint32_t n = 0; n < heads;) {
+    for (uint32_t n = kAhead * kAtOnce; n < heads + kAhead * kAtOnce; n += kAhead * kAtOnce) {
+      Head h[kAhead];
+      Words of_h[kAhead];
 #pragma unroll
-      for (uint32_t i = 0; i < kAhead; ++i, n += kAtOnce) {
-        if (n >= heads) break;
-        const Head h = next[i];
-        Words of_h = words[i];
-        next[i] = find(fresh, heads, n + kAhead * kAtOnce + own);
+      for (uint32_t i = 0; i < kAhead; ++i) {
+        h[i] = next[i], of_h[i] = words[i];
+        next[i] = find(fresh, heads, n + i * kAtOnce + own);
         words[i] = ask(next[i]);
-        put_head(h, of_h, n + kAtOnce >= heads);
       }
+      put_heads<kAhead>(h, of_h, n >= heads);
     }
   }
 
@@ -194,30 +194,45 @@ struct HeadLoader : PageShape<kConfig> {
       const Head h = find(base, n + own);
       if (!begun) l.begin();
       begun = true;
-      Words words = ask(h);
-      put_head(h, words, n + kAtOnce >= heads);
+      Head one[1] = {h};
+      Words words[1] = {ask(h)};
+      put_heads<1>(one, words, n + kAtOnce >= heads);
     }
   }
 
   // last: of what the loaders lend at once.
-  MK_DEVICE void put_head(const Head& h, Words& words, bool last) {
-    Elements x = wait(h, words);
-    norm(h, x);
-    turn(h, x);
-    Bits bits;
+  template <uint32_t kCount>
+  MK_DEVICE void put_heads(const Head (&h)[kCount], Words (&words)[kCount], bool last) {
+    wait<kCount>(h, words);
+    Bits bits[kCount];
+    Codes<kEach> codes[kCount];
+    uint32_t exponent[kCount];
 #pragma unroll
-    for (uint32_t j = 0; j < kEach / 2; ++j) bits.word[j] = pack<Shape::kHalf>(x.v[2 * j], x.v[2 * j + 1]);
-    if constexpr (Shape::kEight) {
-      const uint32_t exponent = exponent_of(x);
-      const Codes<kEach> codes = codes_of(x, inverse_power(exponent));
-      if (h.kind == Kind::kQuery) put(h, bits);
-      put_codes(h, codes, exponent);
-      if (last) l.end();
-      put_page(h, codes, exponent);
-    } else {
-      put(h, bits);
-      if (last) l.end();
-      put_page(h, bits);
+    for (uint32_t i = 0; i < kCount; ++i) {
+      Elements x;
+      x.set(words[i].q);
+      norm(h[i], x);
+      turn(h[i], x);
+#pragma unroll
+      for (uint32_t j = 0; j < kEach / 2; ++j) bits[i].word[j] = pack<Shape::kHalf>(x.v[2 * j], x.v[2 * j + 1]);
+      if constexpr (Shape::kEight) {
+        exponent[i] = exponent_of(x);
+        codes[i] = codes_of(x, inverse_power(exponent[i]));
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      if (!Shape::kEight || h[i].kind == Kind::kQuery) put(h[i], bits[i]);
+      if constexpr (Shape::kEight) put_codes(h[i], codes[i], exponent[i]);
+    }
+    if (last) l.end();
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      if constexpr (Shape::kEight) {
+        put_page(h[i], codes[i], exponent[i]);
+      } else {
+        put_page(h[i], bits[i]);
+      }
     }
   }
 
@@ -228,17 +243,20 @@ struct HeadLoader : PageShape<kConfig> {
     if (h.kind != Kind::kNone) words.fetch(h);
     return words;
   }
-  MK_DEVICE Elements wait(const Head& h, Words& words) {
+  template <uint32_t kCount>
+  MK_DEVICE void wait(const Head (&h)[kCount], Words (&words)[kCount]) {
     l.w.spin([&] {
-      uint32_t all = worst(words.q[0]);
-      if constexpr (Elements::kQuads > 1) all = larger(all, worst(words.q[1]));
-      if (all == kInvalid) words.fetch(h);
-      return !__any_sync(0xffffffffu, all == kInvalid);
+      bool missing = false;
+#pragma unroll
+      for (uint32_t i = 0; i < kCount; ++i) {
+        uint32_t all = worst(words[i].q[0]);
+        if constexpr (Elements::kQuads > 1) all = larger(all, worst(words[i].q[1]));
+        if (all == kInvalid) words[i].fetch(h[i]);
+        missing |= all == kInvalid;
+      }
+      return !__any_sync(0xffffffffu, missing);
     }, abi::FaultKind::kValueBudget, 0);
     trace::ready_now(l.w, abi::Role::kLoader);
-    Elements x;
-    x.set(words.q);
-    return x;
   }
 
   MK_DEVICE void norm(const Head& h, Elements& x) const {

@@ -130,6 +130,8 @@ struct PageItems : Item, SlotOf<kStretches> {
     tile = record.tile_begin, end = record.tile_begin + record.tile_count;
     begin_tile();
   }
+  MK_DEVICE PageItems(const abi::StepHeader& header, const Item& item, const Stretches& slot, const abi::AttentionFields& fields)
+      : Item(item), SlotOf<kStretches>{slot}, h(header), f(fields) {}
   MK_DEVICE bool next() {
     while (tile < end) {
       piece += step();

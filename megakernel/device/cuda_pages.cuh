@@ -21,8 +21,17 @@ __device__ __noinline__ void load_stretches() {
   C::template load_as<true, true>();
 }
 template <class C>
+__device__ __noinline__ bool take_stretch() {
+  return C::next_stretch();
+}
+template <class C>
+__device__ __noinline__ void attend_stretch() {
+  C::attend_pair();
+}
+template <class C>
 __device__ __noinline__ void consume_stretches() {
-  C::template run<true, true>();
+  C::begin_stretches();
+  while (take_stretch<C>()) attend_stretch<C>();
 }
 template <class C>
 __device__ __noinline__ void clear_stretches() {
@@ -182,7 +191,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     several::consume<Core>();
   }
 
-  template <bool kSeveral, bool kStretches = false>
+  template <bool kSeveral>
   MK_DEVICE static void run() {
     Consumer c;
     c.load();
@@ -190,61 +199,92 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    Items<kStretches> item(*w.header, record, f);
+    Items<false> item(*w.header, record, f);
     LoadedHeads loaded;
     uint32_t merges = 0;  // of what the loaders have lent
     bool taken = false;   // they have lent something
-    bool whole = false;   // the item before was no stretch
-    typename StretchBlocks<kConfig>::Lent lent;
+#pragma unroll 1
+    while (item.next()) take_item<kSeveral>(c, f, item, loaded, merges, taken);
+    if (kSeveral || !taken) c.take_input();
+    end_record(c);
+    c.save();
+  }
+
+  // All but the items of stretches.
+  template <bool kSeveral>
+  MK_DEVICE static void take_item(Consumer& c, const Fields& f, const Item& item, LoadedHeads& loaded, uint32_t& merges, bool& taken) {
+    Worker& w = c.w;
+    const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
+    const uint32_t my_page = run_start / kPage;
+    const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
+    const bool known = !kSeveral && loaded.known(item, rows);
+    const Ring first = c.ring;
+    const Stage stage = take_pages(c, item, mine ? my_page : ~0u);  // all that can be done before the input is there
+#pragma unroll 1
+    for (uint32_t base = 0; base < rows; base += kBlockRows) {
+      if (!known) {
+        if (!kSeveral && taken) c.free_input();
+        c.take_input();
+        if (!taken) trace::ready_now(w, abi::Role::kConsumer);
+        taken = true;
+        if (!kSeveral) merges = 0;
+      }
+      trace::data(w, abi::Role::kConsumer);
+      if (mine) put_fresh(w, item, base, stage, run_start);
+      attend<kSeveral>(c, f, item, base, stage, run_start, merges, first);
+      ++merges;
+    }
+  }
+
+  MK_DEVICE static void end_record(Consumer& c) {
+    Worker& w = c.w;
+    c.free_input();
+    if (w.record->signal == abi::kNone) return;
+    w.sync();
+    if (w.lane() == 0) signal_counter(w, *w.record);
+  }
+
+  // ---------------------------------------------------------------------------------------------- consumers, with stretches
+  MK_DEVICE static void begin_stretches() {
+    Worker w;
+    w.load();
+    const Items<true> items(*w.header, *w.record, fields_of<Task>(*w.record));
+    StretchWalk{items, items.slot, {}, {}, 0, false, false, false}.put();
+  }
+
+  // On to the next item of a stretch, whose input is there then. False: there is none, and the record is done.
+  MK_DEVICE static bool next_stretch() {
+    Consumer c;
+    c.load();
+    Worker& w = c.w;
+    StretchWalk walk = StretchWalk::own();
+    LoadedHeads loaded;
+    const Fields& f = fields_of<Task>(*w.record);
+    Items<true> item(*w.header, walk.item, walk.slot, f);
 #pragma unroll 1
     while (item.next()) {
-      if constexpr (kStretches) {
-        if (item.in_stretches()) {
-          if (whole) {
-            c.take_input();
-            c.free_input();
-          }
-          whole = false;
-          taken = true;
-          take_stretch(c, f, item, lent);
-          continue;
-        }
-        whole = true;
-        lent.give_back(c);
+      if (!item.in_stretches()) {
+        walk.give_scratch(c);
+        walk.lent = {}, walk.whole = true;
+        take_item<true>(c, f, item, loaded, walk.merges, walk.taken);
+        continue;
       }
-      const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
-      const uint32_t my_page = run_start / kPage;
-      const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
-      const bool known = !kSeveral && loaded.known(item, rows);
-      const Ring first = c.ring;
-      const Stage stage = take_pages(c, item, mine ? my_page : ~0u);  // all that can be done before the input is there
-#pragma unroll 1
-      for (uint32_t base = 0; base < rows; base += kBlockRows) {
-        if (!known) {
-          if (!kSeveral && taken) c.free_input();
-          c.take_input();
-          if (!taken) trace::ready_now(w, abi::Role::kConsumer);
-          taken = true;
-          if (!kSeveral) merges = 0;
-        }
-        trace::data(w, abi::Role::kConsumer);
-        if (mine) put_fresh(w, item, base, stage, run_start);
-        attend<kSeveral>(c, f, item, base, stage, run_start, merges, first);
-        ++merges;
+      if (walk.whole) {
+        c.take_input();
+        c.free_input();
       }
-    }
-    if constexpr (kStretches) lent.give_back(c);
-    if (kSeveral || !taken) c.take_input();
-    c.free_input();
-    if (record.signal != abi::kNone) {
-      w.sync();
-      if (w.lane() == 0) signal_counter(w, record);
-    }
-    if constexpr (kStretches) {
+      walk.whole = false, walk.taken = true;
+      take_stretch(c, item, walk);
+      walk.item = item, walk.slot = item.slot;
+      walk.put();
       c.save_met();
-    } else {
-      c.save();
+      return true;
     }
+    walk.give_scratch(c);
+    c.take_input();
+    end_record(c);
+    c.save_met();
+    return false;
   }
 
   // Whether a warp that has not read all of the product before may still be a whole ring behind the item's pages, with all

@@ -135,6 +135,28 @@ struct PageScores : PageShape<kConfig> {
   }
 };
 
+// Where a consumer is in a record of a step with stretches: in shared memory, for the multiplication needs all registers.
+struct StretchWalk {
+  Item item;
+  Stretches slot;
+  LentQueries lent;
+  RingPlace first;  // of the item's pages
+  uint32_t merges;
+  bool held, taken, whole;  // scratch is held; the loaders have lent something; the item before was no stretch
+
+  MK_DEVICE static StretchWalk& own() { return *reinterpret_cast<StretchWalk*>(block().walk[threadIdx.x / 32]); }
+  MK_DEVICE void put() const {
+    __syncwarp();
+    if (lane_of_warp() == 0) own() = *this;
+    __syncwarp();
+  }
+  MK_DEVICE void give_scratch(Consumer& c) {
+    if (held) c.free_input();
+    held = false;
+  }
+};
+static_assert(!kWide || sizeof(StretchWalk) <= kWalkWords * 4);
+
 // An item in a stretch: a consumer takes a pair of blocks of 8 q-rows through all runs, or with others that share its columns,
 // with the sums and in the order of a merge.
 template <tasks::AttentionConfig kConfig>
@@ -154,38 +176,26 @@ struct StretchBlocks : PageScores<kConfig> {
   static constexpr uint32_t kAtOnce = kTiles % 4 == 0 ? 4 : kTiles % 3 == 0 ? 3 : kTiles;
   static_assert(kTiles * kSharers == kValueTiles && kTiles <= 8);
 
-  // What the consumers hold of scratch from one item to the next.
-  struct Lent {
-    LentQueries queries;
-    bool held = false;
-
-    MK_DEVICE void give_back(Consumer& c) {
-      if (held) c.free_input();
-      *this = {};
-    }
-  };
-
-  MK_DEVICE static void take_stretch(Consumer& c, const Fields& f, const PageItems<kConfig, true>& item, Lent& lent) {
+  // The input of the item and its pages: what is left is attend_pair's.
+  MK_DEVICE static void take_stretch(Consumer& c, const PageItems<kConfig, true>& item, StretchWalk& walk) {
     Worker& w = c.w;
-    const Ring first = c.ring;
+    walk.first = c.ring;
     await_pages(c, item);
     const FreshRows all = item.fresh();
-    if (!lent.queries.known(item) || all.count > 0) {
+    if (!walk.lent.known(item) || all.count > 0) {
 #pragma unroll 1
       for (uint32_t done = 0;;) {
         const FreshRows fresh = {all.first + done, tasks::least(all.count - done, kFreshAtOnce)};
-        if (lent.held) c.free_input();
+        walk.give_scratch(c);
         c.take_input();
-        lent.held = true;
+        walk.held = true;
         trace::data(w, abi::Role::kConsumer);
-        put_fresh(w, item, fresh, first);
+        put_fresh(w, item, fresh, Ring{walk.first, kStages});
         done += fresh.count;
         if (done == all.count) break;
       }
     }
     if (all.count > 0) w.sync();  // the pages are whole
-    if (w.warp() / kSharers * kPairRows < item.group_rows * kGroup) attend_pair(w, f, item, first);
-    give_back_pages(c, item, first);
   }
 
   // All of them are there: so nobody is two phases behind, however early others give back.
@@ -247,9 +257,22 @@ struct StretchBlocks : PageScores<kConfig> {
     uint32_t start;
     bool whole;  // all see all of it
   };
-  // This warp's pair against the whole piece, and published. All runs are gone through for the largest score, then once more
-  // for the sums.
-  MK_DEVICE static void attend_pair(Worker& w, const Fields& f, const Item& item, const Ring& first) {
+  // This warp's pair against the whole piece, and published; and the pages given back. All runs are gone through for the
+  // largest score, then once more for the sums.
+  MK_DEVICE static void attend_pair() {
+    Consumer c;
+    c.load();
+    Worker& w = c.w;
+    const StretchWalk& walk = StretchWalk::own();
+    const Item item = walk.item;
+    const Ring first{walk.first, kStages};
+    if (w.warp() / kSharers * kPairRows < item.group_rows * kGroup) {
+      attend_runs(w, *reinterpret_cast<const Fields*>(w.record->payload), item, first.slot);
+    }
+    give_back_pages(c, item, first);
+  }
+
+  MK_DEVICE static void attend_runs(Worker& w, const Fields& f, const Item& item, uint32_t first_slot) {
     const uint32_t lane = w.warp_lane();
     const Pair pair(w, item);
     const uint8_t* scratch = block().scratch + w.warp() / kSharers * kPairBytes + lane * 16;
@@ -272,7 +295,7 @@ struct StretchBlocks : PageScores<kConfig> {
     const uint32_t whole = tasks::first_seen(high_position, f.window), whole_end = low_position + 1;
     const uint32_t begin = tasks::most(item.page * kPage, tasks::first_seen(low_position, f.window) / kRunTokens * kRunTokens);
     const uint32_t end = tasks::least((item.last_page + 1) * kPage, high_position + 1);
-    const uint32_t slot_of_0 = first.slot - item.page * kPageStages;
+    const uint32_t slot_of_0 = first_slot - item.page * kPageStages;
     const auto run_at = [&](uint32_t start) {
       uint32_t slot = slot_of_0 + start / kPage * kPageStages;
       if (slot >= kStages) slot -= kStages;
