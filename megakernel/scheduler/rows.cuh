@@ -43,13 +43,21 @@ struct StepSlots {
 
   MK_DEVICE static bool active(const abi::SlotState& slot) { return slot.status == uint32_t(abi::SlotStatus::kActive); }
 
+  // Rows of a slot in a step: those of the step from `place` on.
+  struct Given {
+    uint32_t slot, place, rows, sample;  // sample: of the last row, as in its Row
+  };
+
   // Where a header is made, at hand of all lanes: the slots lie behind it.
   struct Board {
     abi::StepHeader header;
     struct alignas(16) Quad {
       uint32_t v[4];
     };
-    uint32_t ready[1];  // of each slot, then the slots
+    Given given[abi::kMaxRows];
+    uint32_t count;     // of what is given
+    uint32_t wants[1];  // of each slot: kDecodes, or how many rows of its prompt; then the slots
+    static constexpr uint32_t kDecodes = 1u << 31, kMostWanted = 1u << 20;
 
     MK_DEVICE static uint32_t slots_at(uint32_t count) { return (sizeof(Board) + count * 4 + 127) / 128 * 128; }
     template <class W>
@@ -84,9 +92,14 @@ struct StepSlots {
 };
 
 struct StepRows : StepSlots {
-  MK_DEVICE static void decode_row(abi::StepHeader& h, uint32_t index, const abi::SlotState& slot, const uint32_t* ready) {
+  // Whether the slot is past its prompt and may go on.
+  MK_DEVICE static bool decodes(const abi::SlotState& slot) {
+    return active(slot) && slot.position >= slot.prompt_length && !gated(slot, slot.position + 1);
+  }
+
+  MK_DEVICE static void decode_row(abi::StepHeader& h, uint32_t index, const abi::SlotState& slot, const uint32_t* wants) {
     uint32_t place = 0;
-    for (uint32_t i = 0; i < index; ++i) place += ready[i];
+    for (uint32_t i = 0; i < index; ++i) place += wants[i] == Board::kDecodes;
     h.row[place] = {slot.last_token, index, slot.position, place, slot.position};
     h.sample_row[place] = place;
   }
@@ -99,6 +112,54 @@ struct StepRows : StepSlots {
     }
     return out > abi::kMaxRows ? abi::kMaxRows : uint32_t(out);
   }
+
+  // What slots want of a step, and the rows that they get, one after the other; as lane 0 looks it up and writes it, or by
+  // hand of a board: the rows are then written by all lanes.
+  struct Alone {
+    Worker& w;
+    abi::StepHeader& h;
+
+    MK_DEVICE uint32_t prompt(uint32_t index) const { return prompt_rows(w, index); }
+    MK_DEVICE bool decode(uint32_t index) const { return decodes(slots(w)[index]); }
+    MK_DEVICE void give(uint32_t index, uint32_t rows) const {
+      const abi::SlotState& slot = slots(w)[index];
+      const int32_t* prompt = tokens(w, index);
+      for (uint32_t p = slot.position; p < slot.position + rows; ++p) {
+        add_row(h, index, p < slot.prompt_length ? prompt[p] : slot.last_token, p, slot.position, p + 1 >= slot.prompt_length);
+      }
+    }
+  };
+  template <class W>
+  struct OnBoard {
+    W& w;
+    Board& board;
+
+    MK_DEVICE uint32_t prompt(uint32_t index) const { return board.wants[index] == Board::kDecodes ? 0 : board.wants[index]; }
+    MK_DEVICE bool decode(uint32_t index) const { return board.wants[index] == Board::kDecodes; }
+    MK_DEVICE void give(uint32_t index, uint32_t rows) const {
+      if (rows == 0) return;
+      abi::StepHeader& h = board.header;
+      const abi::SlotState& slot = table(w)[index];
+      const bool sampled = slot.position + rows >= slot.prompt_length;
+      board.given[board.count++] = {index, h.rows, rows, sampled ? h.sampled : abi::kNone};
+      h.rows += rows;
+      if (sampled) h.sample_row[h.sampled++] = h.rows - 1;
+    }
+    // By all lanes.
+    MK_DEVICE void write_rows() const {
+      for (uint32_t n = 0; n < board.count; ++n) {
+        const Given& given = board.given[n];
+        const abi::SlotState& slot = table(w)[given.slot];
+        const int32_t* prompt = tokens(w, given.slot);
+        for (uint32_t i = w.lane(); i < given.rows; i += w.lanes()) {
+          const uint32_t p = slot.position + i;
+          const int32_t token = p < slot.prompt_length ? prompt[p] : slot.last_token;
+          const uint32_t sample = i + 1 == given.rows ? given.sample : abi::kNone;
+          board.header.row[given.place + i] = {token, given.slot, p, sample, slot.position};
+        }
+      }
+    }
+  };
 
   // One row for each slot past its prompt, then prompt tokens while there is room.
   MK_DEVICE static void fill_rows(Worker& w, abi::StepHeader& h, uint32_t room) {
@@ -131,45 +192,44 @@ struct StepRows : StepSlots {
   }
 
   // One row for each slot past its prompt, then the prompts share the room that is left.
-  MK_DEVICE static void share_rows(Worker& w, abi::StepHeader& h, uint32_t room) {
+  template <class Slots>
+  MK_DEVICE static void share_rows(const Worker& w, abi::StepHeader& h, uint32_t room, const Slots& slots) {
     h.rows = 0;
     h.sampled = 0;
     const uint32_t count = w.args.max_slots, start = uint32_t(h.step % count);
     uint32_t prompts = 0;
-    for (uint32_t i = 0; i < count; ++i) prompts += prompt_rows(w, i) > 0;
+    for (uint32_t i = 0; i < count; ++i) prompts += slots.prompt(i) > 0;
     uint32_t decode_room = room;  // more slots than rows take turns; a prompt is never starved, nor does it starve others
     if (prompts > 0) decode_room = room > 1 ? room - 1 : uint32_t(h.step % 2);
     for (uint32_t i = 0; i < count && h.rows < decode_room; ++i) {
       const uint32_t index = count > room ? (start + i) % count : i;
-      const abi::SlotState& slot = table(w)[index];
-      if (!active(slot) || slot.position < slot.prompt_length || gated(slot, slot.position + 1)) continue;
-      add_row(h, index, slot.last_token, slot.position, slot.position, true);
+      if (slots.decode(index)) slots.give(index, 1);
     }
     if (prompts == 0) return;
     uint32_t left = room - h.rows;
     if (h.rows > 0 && w.args.step_budget_ns != 0) left = least(left, chunk_of(w));
     uint32_t level = 0;
-    share_out(w, left, prompts, level);
+    share_out(slots, count, left, prompts, level);
     for (uint32_t i = 0; i < count; ++i) {  // who gets the odd rows changes from step to step
-      const uint32_t index = (start + i) % count;
-      uint32_t rows = prompt_rows(w, index);
+      const uint32_t index = start + i < count ? start + i : start + i - count;
+      uint32_t rows = slots.prompt(index);
       if (rows > level) {
         rows = level + (left > 0 ? 1 : 0);
         left -= left > 0 ? 1 : 0;
       }
-      add_prompt(w, h, index, rows);
+      slots.give(index, rows);
     }
   }
 
   // The level to which `left` rows fill the prompts: who wants no more gets all it wants, each of the others gets `level`
   // rows, and `left` of them one more.
-  MK_DEVICE static void share_out(const Worker& w, uint32_t& left, uint32_t prompts, uint32_t& level) {
-    const uint32_t count = w.args.max_slots;
+  template <class Slots>
+  MK_DEVICE static void share_out(const Slots& slots, uint32_t count, uint32_t& left, uint32_t prompts, uint32_t& level) {
     while (prompts > 0 && left >= prompts) {
       const uint32_t more = left / prompts;
       uint32_t waiting = 0;
       for (uint32_t i = 0; i < count; ++i) {
-        const uint32_t wants = prompt_rows(w, i);
+        const uint32_t wants = slots.prompt(i);
         if (wants > level) left -= least(wants - level, more);
         waiting += wants > level + more;
       }
@@ -177,15 +237,6 @@ struct StepRows : StepSlots {
       prompts = waiting;
     }
     if (prompts == 0) left = 0;
-  }
-
-  MK_DEVICE static void add_prompt(const Worker& w, abi::StepHeader& h, uint32_t index, uint32_t rows) {
-    const abi::SlotState& slot = table(w)[index];
-    const int32_t* prompt = tokens(w, index);
-    for (uint32_t p = slot.position; p < slot.position + rows; ++p) {
-      const int32_t token = together<Worker>() ? 0 : prompt[p];  // together: later, by all lanes
-      add_row(h, index, token, p, slot.position, p + 1 == slot.prompt_length);
-    }
   }
 
   MK_DEVICE static void add_row(

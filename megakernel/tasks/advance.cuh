@@ -139,42 +139,51 @@ struct Advance : StepRows {
       if (fits) Board::copy(w, const_cast<abi::SlotState*>(table(w)), slots(w), count * sizeof(abi::SlotState));
       w.sync();
     }
-    uint32_t own = 0;  // of these slots: prompts, active ones, ready to decode; 10 bits each
+    uint32_t own = 0;     // of these slots: prompts, active ones, ready to decode; 10 bits each
+    uint32_t wanted = 0;  // rows
     for (uint32_t i = w.lane(); i < count && fits; i += w.lanes()) {
       const abi::SlotState& slot = table(w)[i];
-      const bool ready = active(slot) && slot.position >= slot.prompt_length && !gated(slot, slot.position + 1);
-      own += (prompt_rows(w, i) > 0) << 20 | active(slot) << 10 | ready;
-      board.ready[i] = ready;
+      const bool ready = decodes(slot);
+      const uint32_t prompt = least(prompt_rows(w, i), Board::kMostWanted);
+      own += (prompt > 0) << 20 | active(slot) << 10 | ready;
+      wanted += active(slot) ? most(1, prompt) : 0;
+      board.wants[i] = ready ? Board::kDecodes : prompt;
     }
-    const uint32_t all = w.sum(int32_t(own)), ready = all & 1023, wanted = all >> 10 & 1023;
+    if (w.lane() == 0) board.count = 0;
+    const uint32_t all = w.sum(int32_t(own)), ready = all & 1023;
     const uint32_t room = row_room(w, last, first);
-    const bool decodes = fits && all >> 20 == 0 && count <= w.args.max_rows && ready <= room;
-    if (decodes) {
+    const bool only_decodes = fits && all >> 20 == 0 && count <= w.args.max_rows && ready <= room;
+    const bool on_board = kConfig.paced && fits && !only_decodes;
+    if (only_decodes) {
+      wanted = all >> 10 & 1023;
+    } else if (fits) {
+      wanted = uint32_t(w.sum(int32_t(least(wanted, abi::kMaxRows))));
+    }
+    if (only_decodes) {
       for (uint32_t i = w.lane(); i < count; i += w.lanes()) {
-        if (board.ready[i] != 0) decode_row(h, i, table(w)[i], board.ready);
+        if (board.wants[i] == Board::kDecodes) decode_row(h, i, table(w)[i], board.wants);
       }
     }
     if (w.lane() == 0) {
       h.step = step;
-      if (decodes) {
+      if (only_decodes) {
         h.rows = h.sampled = ready;
+      } else if (on_board) {
+        share_rows(w, h, room, OnBoard<W>{w, board});
       } else if constexpr (kConfig.paced) {
-        share_rows(w, h, room);
+        share_rows(w, h, room, Alone{w, h});
       } else {
         fill_rows(w, h, room);
       }
-      say_room(w, h, last, first, decodes ? wanted : rows_wanted(w));
+      say_room(w, h, last, first, fits ? wanted : rows_wanted(w));
       h.wide_rows = last.wide_rows + (h.rows > W::kNarrowRows ? h.rows : 0);
       h.wide_sampled = last.wide_sampled + (h.rows > W::kNarrowRows && h.sampled > 1 ? h.sampled : 0);
       if (w.args.step_budget_ns != 0) launch(w)->began_ns = dev::clock_ns();
       begin_or_exit(w, launch(w), h, step);
     }
     w.sync();
-    if (together<W>() && !decodes) {  // prompts are far away
-      for (uint32_t r = w.lane(); r < h.rows; r += w.lanes()) {
-        abi::Row& row = h.row[r];
-        if (row.position < table(w)[row.slot].prompt_length) row.token = tokens(w, row.slot)[row.position];
-      }
+    if (on_board) {  // prompts are far away
+      OnBoard<W>{w, board}.write_rows();
       w.sync();
     }
     Board::copy(w, at<abi::StepHeader>(w.args.headers) + (step & 1), &h, sizeof(abi::StepHeader));
@@ -354,7 +363,7 @@ struct Advance : StepRows {
     abi::StepHeader& h = at<abi::StepHeader>(w.args.headers)[step & 1];
     h.step = step;
     if constexpr (kConfig.paced) {
-      share_rows(w, h, room);
+      share_rows(w, h, room, Alone{w, h});
       if (w.args.step_budget_ns != 0) state->began_ns = dev::clock_ns();
     } else {
       fill_rows(w, h, room);
