@@ -136,8 +136,9 @@ struct Core<tasks::Embedding<kConfig>> {
   }
 };
 
-// Pieces of attention into its output (see tasks/combine.py). Up to 8 pieces are added in order by one warp. Of more,
-// consumer w adds pieces w, w + 8, ...; then the consumers in order. Either way a fixed order for each row.
+// Pieces of attention into its output (see tasks/combine.py). Up to 8 pieces are added in order. Of more there are 8 chains:
+// chain c adds pieces c, c + 8, ...; then the chains in order. Either way a fixed order for each row, whoever adds: one warp,
+// or each consumer a chain, where a worker has too few rows and heads for all warps.
 template <tasks::CombineConfig kConfig>
 struct Core<tasks::Combine<kConfig>> {
   using Fields = abi::CombineFields;
@@ -145,6 +146,9 @@ struct Core<tasks::Combine<kConfig>> {
   static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2, kShares = kConfig.shares;
   static constexpr uint32_t kPairs = (kDim + 63) / 64;  // pairs of elements of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
+  static constexpr uint32_t kMore = kPairs > 2 ? 4 : 8;  // the same of a chain that is longer
+  static constexpr uint32_t kChains = kConsumers, kRound = 32 / kChains;
+  static constexpr uint32_t kFew = 2;  // rows and heads of a worker that are better added by all warps, one after the other
   static_assert((kShares & (kShares - 1)) == 0);
 
   // A sum of pieces relative to the largest of their tops: this lane's elements, 64 i + 2 lane and the next.
@@ -155,37 +159,45 @@ struct Core<tasks::Combine<kConfig>> {
     MK_DEVICE void add(float piece_top, float piece_total, const float2 (&piece)[kPairs]) {
       const float high = max(top, piece_top);
       const float mine = exp2_fast((top - high) * kLog2e), other = exp2_fast((piece_top - high) * kLog2e);
-      total = total * mine + other * piece_total;
+      total = fmaf(total, mine, other * piece_total);
 #pragma unroll
-      for (uint32_t i = 0; i < kPairs; ++i) {
-        v[i].x = v[i].x * mine + other * piece[i].x;
-        v[i].y = v[i].y * mine + other * piece[i].y;
-      }
+      for (uint32_t i = 0; i < kPairs; ++i) add_piece(v[i], mine, other, piece[i]);
       top = high;
     }
   };
 
-  // Whether some row has so many pieces that all warps add them. Where there may be many rows, each lane looks at its own.
-  template <bool kLanes>
-  MK_DEVICE static bool many_pieces(const abi::StepHeader& header, const Fields& f) {
-    bool found = false;
-#pragma unroll 1
-    for (uint32_t r = kLanes ? lane_of_warp() : 0; r < header.rows; r += kLanes ? 32 : 1) {
-      const uint32_t position = header.row[r].position;
-      if (position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens < kConsumers) continue;
-      if (!kLanes) return true;
-      found = true;
-    }
-    return kLanes && __any_sync(0xffffffffu, found);
+  // Said which product is rounded first: left alone, compilers differ from function to function.
+  MK_DEVICE static void add_piece(float2& sum, float mine, float other, float2 piece) {
+    sum.x = fmaf(sum.x, mine, other * piece.x);
+    sum.y = fmaf(sum.y, mine, other * piece.y);
   }
 
-  MK_DEVICE static void load() { lend_scratch_to_many<false>(); }
-  MK_DEVICE static void load_several() { lend_scratch_to_many<(kShares > 1)>(); }
-  template <bool kLanes>
-  MK_DEVICE static void lend_scratch_to_many() {
+  // Rows and heads of the record. kRows: in a step that may have several rows.
+  template <bool kRows>
+  MK_DEVICE static uint32_t turns_of(const abi::StepHeader& header, const abi::Record& record) {
+    constexpr uint32_t kEach = kRows ? kShares : 1;
+    return (header.rows + kEach - 1) / kEach * record.tile_count;
+  }
+
+  // Whether all warps add those of many pieces, a chain each, for which they want scratch.
+  template <bool kRows>
+  MK_DEVICE static bool together(const abi::StepHeader& header, const abi::Record& record, const Fields& f) {
+    if (kRows && turns_of<kRows>(header, record) > kFew) return false;
+#pragma unroll 1
+    for (uint32_t r = 0; r < header.rows; ++r) {
+      const uint32_t position = header.row[r].position;
+      if (position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens >= kChains) return true;
+    }
+    return false;
+  }
+
+  MK_DEVICE static void load() { lend_scratch_to_all<!kRooms>(); }
+  MK_DEVICE static void load_several() { lend_scratch_to_all<true>(); }
+  template <bool kRows>
+  MK_DEVICE static void lend_scratch_to_all() {
     const RoleState& state = own_state();
     const Fields& f = fields_of<tasks::Combine<kConfig>>(*state.record);
-    if (many_pieces<kLanes>(block().header[state.step & 1], f)) lend_scratch();
+    if (together<kRows>(block().header[state.step & 1], *state.record, f)) lend_scratch();
   }
 
   static __device__ __noinline__ void consume() { run<false>(); }
@@ -199,18 +211,19 @@ struct Core<tasks::Combine<kConfig>> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
     wait_counters(w, record);
-    constexpr bool kMany = kShares > 1 && (kSeveral || !kRooms);  // rows
-    const bool scratch = many_pieces<kMany>(*w.header, f);
-    if (scratch) c.take_input();
-    const uint32_t first = record.tile_begin, count = record.tile_count;
-    const uint32_t turns = (kMany ? (w.header->rows + kShares - 1) / kShares : w.header->rows) * count;
-    const bool own = kMany && !scratch;  // each warp goes to its own at once
+    constexpr bool kRows = kSeveral || !kRooms, kDealt = kShares > 1 && kRows;
+    const bool all = together<kRows>(*w.header, record, f);
+    if (all) c.take_input();
+    const uint32_t first = record.tile_begin, count = record.tile_count, turns = turns_of<kRows>(*w.header, record);
+    const bool own = kRows && !all;  // each warp goes to its own at once
+    bool met = false;
 #pragma unroll 1
     for (uint32_t i = own ? w.warp() : 0; i < turns; i += own ? kConsumers : 1) {
-      const uint32_t tile = first + i % count, r = kMany ? i / count * kShares + tile % kShares : i / count;
-      if (kMany ? r < w.header->rows : tile % kShares == 0) row_head<kSeveral>(w, f, r, tile / kShares, i);
+      const uint32_t tile = first + i % count, r = kDealt ? i / count * kShares + tile % kShares : i / count;
+      if (kDealt ? r >= w.header->rows : tile % kShares != 0) continue;
+      row_head<kSeveral, kRows>(w, f, r, tile / kShares, all, i % kConsumers == w.warp(), met);
     }
-    if (scratch) c.free_input();
+    if (all) c.free_input();
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
@@ -267,37 +280,58 @@ struct Core<tasks::Combine<kConfig>> {
     s.save();
   }
 
-  template <bool kSeveral>
-  MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, uint32_t turn) {
+  // mine: this warp's, where one adds alone. met: all have merged in this record.
+  template <bool kSeveral, bool kRows>
+  MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, bool all, bool mine, bool& met) {
     const uint32_t position = w.header->row[r].position;
     const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
     const uint32_t high = position / kConfig.piece_tokens;
     if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && gives(*w.header))) return;
-    const bool together = high - low >= kConsumers;
-    if (!together && turn % kConsumers != w.warp()) return;
-    const uint64_t index = uint64_t(r) * kConfig.heads + h;
-    const float* pieces = tasks::workspace<const float>(w, f.partials) + index * f.max_pieces * kStride;
-    float* out = tasks::workspace<float>(w, f.output) + index * kDim;
-    const uint32_t step = together ? kConsumers : 1;
-    uint32_t j = together ? low + (w.warp() + kConsumers - low % kConsumers) % kConsumers : low;
-    Sum sum;
-#pragma unroll 1
-    for (; j <= high; j += step * kAtOnce) add_pieces(w, pieces, j, step, high, sum);
-    trace::end(w, abi::Role::kConsumer);
-    if (together) {
-      merge<kSeveral>(w, sum, out, f, r, h);
+    const bool many = high - low >= kChains;
+    const float* pieces =
+        tasks::workspace<const float>(w, f.partials) + (uint64_t(r) * kConfig.heads + h) * f.max_pieces * kStride;
+    const Output<kSeveral> out{w, f, r, h};
+    if (many && all) {
+      Sum sum;
+      add_chain(w, pieces, low + (w.warp() + kChains - low % kChains) % kChains, high, sum);
+      merge(w, sum, out, met);
+      met = true;
       return;
     }
+    if (!mine) return;
+    if (kRows && many) return add_chains(w, pieces, low, high, out);
+    Sum sum;
+#pragma unroll 1
+    for (uint32_t j = low; j <= high; j += kAtOnce) add_pieces<kAtOnce, 1>(w, pieces, j, high, sum);
+    trace::end(w, abi::Role::kConsumer);
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
       const uint32_t d = i * 64 + w.warp_lane() * 2;
-      if (d >= kDim) continue;
-      const float low = __fdividef(sum.v[i].x, sum.total), high = __fdividef(sum.v[i].y, sum.total);
-      publish(out + d, low);
-      publish(out + d + 1, high);
-      if (kSeveral && kConfig.gives && gives(*w.header)) store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(low, high));
+      if (d < kDim) out.put(d, __fdividef(sum.v[i].x, sum.total), __fdividef(sum.v[i].y, sum.total));
     }
   }
+
+  // Of a row and head.
+  template <bool kSeveral>
+  struct Output {
+    const Worker& w;
+    const Fields& f;
+    uint32_t r, h;
+
+    MK_DEVICE void put(uint32_t d, float v) const {
+      publish(tasks::workspace<float>(w, f.output) + (uint64_t(r) * kConfig.heads + h) * kDim + d, v);
+    }
+    // Columns d and d + 1, packed.
+    MK_DEVICE void give(uint32_t d, float low, float high) const {
+      store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(low, high));
+    }
+    MK_DEVICE bool given() const { return kSeveral && kConfig.gives && gives(*w.header); }
+    MK_DEVICE void put(uint32_t d, float low, float high) const {
+      put(d, low);
+      put(d + 1, high);
+      if (given()) give(d, low, high);
+    }
+  };
 
   // Two columns of the output, packed for the product that reads it.
   MK_DEVICE static uint32_t* given_pair(const Worker& w, const Fields& f, uint32_t r, uint32_t column) {
@@ -306,32 +340,38 @@ struct Core<tasks::Combine<kConfig>> {
 
   MK_DEVICE static bool missing(float2 v) { return as_bits(v.x) == kInvalid || as_bits(v.y) == kInvalid; }
 
-  // Pieces j, j + step, ... as many as come at once and are not beyond `high`.
-  MK_DEVICE static void add_pieces(Worker& w, const float* pieces, uint32_t j, uint32_t step, uint32_t high, Sum& sum) {
-    float2 value[kAtOnce][kPairs], ends[kAtOnce];  // ends: top and total
+  // Pieces j, j + kStep, ...: kCount of them, but none beyond `high`.
+  template <uint32_t kCount, uint32_t kStep>
+  MK_DEVICE static void add_pieces(Worker& w, const float* pieces, uint32_t j, uint32_t high, Sum& sum) {
+    float2 value[kCount][kPairs], ends[kCount];  // ends: top and total
     pieces += uint64_t(j) * kStride + w.warp_lane() * 2;
+    const auto fetch = [&](uint32_t i) { ask(w, pieces + i * (kStep * kStride), ends[i], value[i]); };
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
+    for (uint32_t i = 0; i < kCount; ++i) {
       ends[i] = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (uint32_t k = 0; k < kPairs; ++k) value[i][k] = ends[i];
-      if (j + i * step <= high) ask(w, pieces + i * step * kStride, ends[i], value[i]);
+      if (j + i * kStep <= high) fetch(i);
     }
-    w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) missing |= lacks(ends[i], value[i]);
-      if (!__any_sync(0xffffffffu, missing)) return true;
-#pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i) {
-        if (lacks(ends[i], value[i])) ask(w, pieces + i * step * kStride, ends[i], value[i]);
-      }
-      return false;
-    }, abi::FaultKind::kValueBudget, j);
+    await_all<kCount>(w, [&](uint32_t i) { return lacks(ends[i], value[i]); }, fetch, j);
     trace::ready_now(w, abi::Role::kConsumer);
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      if (j + i * step <= high) sum.add(ends[i].x, ends[i].y, value[i]);
+    for (uint32_t i = 0; i < kCount; ++i) {
+      if (j + i * kStep <= high) sum.add(ends[i].x, ends[i].y, value[i]);
+    }
+  }
+
+  // The chain of piece j, from there on.
+  MK_DEVICE static void add_chain(Worker& w, const float* pieces, uint32_t j, uint32_t high, Sum& sum) {
+#pragma unroll 1
+    while (j <= high) {
+      if (kMore > kAtOnce && j + kAtOnce * kChains <= high) {
+        add_pieces<kMore, kChains>(w, pieces, j, high, sum);
+        j += kMore * kChains;
+      } else {
+        add_pieces<kAtOnce, kChains>(w, pieces, j, high, sum);
+        j += kAtOnce * kChains;
+      }
     }
   }
 
@@ -350,10 +390,11 @@ struct Core<tasks::Combine<kConfig>> {
     return out;
   }
 
-  template <bool kSeveral>
-  MK_DEVICE static void merge(Worker& w, const Sum& sum, float* out, const Fields& f, uint32_t r, uint32_t h) {
-    auto* memory = reinterpret_cast<float*>(block().scratch);  // [kConsumers][kStride]
-    w.sync();                                                  // it is free
+  template <class Out>
+  MK_DEVICE static void merge(Worker& w, const Sum& sum, const Out& out, bool again) {
+    trace::end(w, abi::Role::kConsumer);
+    auto* memory = reinterpret_cast<float*>(block().scratch);  // [kChains][kStride]
+    if (again) w.sync();                                       // it is free
     float* own = memory + w.warp() * kStride;
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
@@ -364,23 +405,141 @@ struct Core<tasks::Combine<kConfig>> {
     w.sync();
 #pragma unroll 1
     for (uint32_t d = w.lane(); d < kDim; d += w.lanes()) {
-      float top = -kInfinity, total = 0.0f, v = 0.0f;
-#pragma unroll 1
-      for (uint32_t i = 0; i < kConsumers; ++i) top = max(top, memory[i * kStride + kDim]);
-#pragma unroll 1
-      for (uint32_t i = 0; i < kConsumers; ++i) {
-        const float factor = exp2_fast((memory[i * kStride + kDim] - top) * kLog2e);
-        total += factor * memory[i * kStride + kDim + 1];
-        v += factor * memory[i * kStride + d];
+      float2 ends[kChains];
+      float v[kChains], top = -kInfinity, total = 0.0f, all = 0.0f;
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) {
+        ends[i] = *reinterpret_cast<const float2*>(memory + i * kStride + kDim);
+        v[i] = memory[i * kStride + d];
       }
-      const float own = __fdividef(v, total);
-      publish(out + d, own);
-      if (kSeveral && kConfig.gives && gives(*w.header)) {  // all lanes of a warp are here, as kDim is a multiple of 32
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) top = max(top, ends[i].x);
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) add_chain_sum(exp2_fast((ends[i].x - top) * kLog2e), ends[i].y, v[i], total, all);
+      const float own = __fdividef(all, total);
+      out.put(d, own);
+      if (out.given()) {  // all lanes of a warp are here, as kDim is a multiple of 32
         const float next = __shfl_down_sync(0xffffffffu, own, 1);
-        if (d % 2 == 0) store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(own, next));
+        if (d % 2 == 0) out.give(d, own, next);
       }
     }
-    w.sync();
+  }
+
+  MK_DEVICE static void add_chain_sum(float factor, float chain_total, float chain, float& total, float& sum) {
+    total = fmaf(factor, chain_total, total);
+    sum = fmaf(factor, chain, sum);
+  }
+
+  // A round of one warp: the next piece of each chain, two columns a lane.
+  struct Round {
+    float2 value[kChains];
+
+    // From the piece of chain 0 on, those of [low, high].
+    MK_DEVICE void ask(const float* pieces, uint32_t first, uint32_t low, uint32_t high, bool wanted) {
+      if (kDim % 64 == 0 && first >= low && first + kChains - 1 <= high) {
+#pragma unroll
+        for (uint32_t i = 0; i < kChains; ++i) value[i] = load_two(pieces + i * kStride);
+        return;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) {
+        value[i] = make_float2(-0.0f, -0.0f);
+        if (wanted && first + i - low <= high - low) value[i] = load_two(pieces + i * kStride);
+      }
+    }
+    MK_DEVICE void await(Worker& w, const float* pieces, uint32_t first) {
+      const auto lacking = [&](uint32_t i) { return missing(value[i]); };
+      await_all<kChains>(w, lacking, [&](uint32_t i) { value[i] = load_two(pieces + i * kStride); }, first);
+    }
+  };
+
+  // What a lane of one warp has of kRound rounds: lane kChains i + c of chain c in round i.
+  struct Factors {
+    float top = -kInfinity, total = 0.0f;  // of the chain up to the round
+    float mine, other;                     // of the chain so far, and of the piece
+
+    // Of the next rounds. A piece that is not there changes no bit: factors 1 and 0, and -0 wherever it has a value.
+    MK_DEVICE void next(bool there, float2 ends) {
+      const uint32_t lane = lane_of_warp();
+      const float last = __shfl_sync(0xffffffffu, top, (kRound - 1) * kChains + lane % kChains);
+      float high = ends.x;
+#pragma unroll
+      for (uint32_t i = kChains; i < 32; i *= 2) {
+        const float earlier = __shfl_sync(0xffffffffu, high, (lane + 32 - i) % 32);
+        if (lane >= i) high = max(earlier, high);
+      }
+      high = max(last, high);
+      const float before = __shfl_sync(0xffffffffu, high, (lane + 32 - kChains) % 32), so_far = lane < kChains ? last : before;
+      mine = there ? exp2_fast((so_far - high) * kLog2e) : 1.0f;
+      other = there ? exp2_fast((ends.x - high) * kLog2e) : 0.0f;
+      top = high;
+#pragma unroll
+      for (uint32_t i = 0; i < kRound; ++i) {
+        const float sum = __shfl_sync(0xffffffffu, total, (lane + 32 - kChains) % 32);
+        if (lane / kChains == i) total = fmaf(sum, mine, other * ends.y);
+      }
+    }
+    MK_DEVICE void add(float2 (&sum)[kChains], const Round& round, uint32_t lane) const {
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) {
+        add_piece(sum[i], __shfl_sync(0xffffffffu, mine, lane + i), __shfl_sync(0xffffffffu, other, lane + i), round.value[i]);
+      }
+    }
+  };
+
+  // All chains by one warp, 64 columns at a time. Two rounds are on their way, and the ends of the next four.
+  template <class Out>
+  MK_DEVICE static void add_chains(Worker& w, const float* pieces, uint32_t low, uint32_t high, const Out& out) {
+    const uint32_t lane = w.warp_lane(), begin = low / kChains * kChains;
+#pragma unroll 1
+    for (uint32_t d = lane * 2; d < kPairs * 64; d += 64) {
+      const bool wanted = kDim % 64 == 0 || d < kDim;
+      const float *at = pieces + uint64_t(begin) * kStride + d, *ends_at = pieces + uint64_t(begin + lane) * kStride + kDim;
+      const auto there = [&](uint32_t first) { return first + lane - low <= high - low; };
+      float2 sum[kChains] = {}, ends;
+      const auto ask_ends = [&](uint32_t first) {
+        ends = make_float2(-kInfinity, -0.0f);
+        if (there(first)) ends = load_two(ends_at);
+      };
+      Factors factors;
+      Round even, odd;
+      ask_ends(begin);
+      even.ask(at, begin, low, high, wanted);
+      odd.ask(at + kChains * kStride, begin + kChains, low, high, wanted);
+#pragma unroll 1
+      for (uint32_t piece = begin, from = 0; piece <= high; piece += 2 * kChains, from ^= 2 * kChains) {
+        if (from == 0) {
+          await_all<1>(w, [&](uint32_t) { return missing(ends); }, [&](uint32_t) { ends = load_two(ends_at); }, piece);
+          factors.next(there(piece), ends);
+          ends_at += 32 * kStride;
+          ask_ends(piece + 32);
+        }
+        even.await(w, at, piece);
+        trace::ready_now(w, abi::Role::kConsumer);
+        factors.add(sum, even, from);
+        even.ask(at + 2 * kChains * kStride, piece + 2 * kChains, low, high, wanted);
+        odd.await(w, at + kChains * kStride, piece + kChains);
+        factors.add(sum, odd, from + kChains);
+        at += 2 * kChains * kStride;
+        odd.ask(at + kChains * kStride, piece + 3 * kChains, low, high, wanted);
+      }
+      trace::end(w, abi::Role::kConsumer);
+      const uint32_t last = (kRound - 1) * kChains + lane % kChains;
+      const float chain_top = __shfl_sync(0xffffffffu, factors.top, last);
+      const float chain_total = __shfl_sync(0xffffffffu, factors.total, last);
+      float top = chain_top, total = 0.0f;
+#pragma unroll
+      for (uint32_t i = 1; i < kChains; i *= 2) top = max(top, __shfl_xor_sync(0xffffffffu, top, i));
+      const float factor = exp2_fast((chain_top - top) * kLog2e);
+      float2 all = {};
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) {
+        const float of_chain = __shfl_sync(0xffffffffu, factor, i);
+        add_chain_sum(of_chain, __shfl_sync(0xffffffffu, chain_total, i), sum[i].x, total, all.x);
+        all.y = fmaf(of_chain, sum[i].y, all.y);
+      }
+      if (wanted) out.put(d, __fdividef(all.x, total), __fdividef(all.y, total));
+    }
   }
 };
 
