@@ -29,8 +29,46 @@ struct LentQueries {
   }
 };
 
-// kStretch: of an item in a stretch.
-template <tasks::AttentionConfig kConfig, class Items, bool kStretch = false>
+// What is brought at once for an item in a stretch: fresh rows that do not fit beside the queries come before them, or, where
+// these are known, in turns alone.
+struct StretchTurn {
+  FreshRows fresh{0, 0};  // of all, those before are done
+  uint32_t heads = 0;
+  bool known = false, more = false;
+
+  // As many turns follow as `next` says.
+  MK_DEVICE StretchTurn() = default;
+  template <tasks::AttentionConfig kConfig>
+  MK_DEVICE StretchTurn(const PageItems<kConfig, true>& item, bool known_queries) : known(known_queries) {
+    const FreshRows all = item.fresh();
+    fresh.first = all.first;
+    more = !known || all.count > 0;
+  }
+  template <tasks::AttentionConfig kConfig>
+  MK_DEVICE bool next(const PageItems<kConfig, true>& item) {
+    if (!more) return false;
+    using Shape = PageShape<kConfig>;
+    const FreshRows all = item.fresh();
+    fresh.first += fresh.count;
+    const uint32_t left = all.first + all.count - fresh.first;
+    fresh.count = tasks::least(left, Shape::kFreshAtOnce);
+    more = fresh.count < left;
+    heads = 2 * fresh.count + (more || known ? 0 : item.group_rows * Shape::kGroup);
+    return true;
+  }
+};
+
+// A consumer that does as the loaders do.
+struct LoadingConsumer {
+  Worker w;
+
+  MK_DEVICE static uint32_t index() { return kLoaders + threadIdx.x / 32; }
+  MK_DEVICE void begin() const {}
+  MK_DEVICE void end() const {}
+};
+
+// kStretch: of an item in a stretch, whose heads loaders and consumers share. Role: Loader or LoadingConsumer.
+template <tasks::AttentionConfig kConfig, class Items, bool kStretch = false, class Role = Loader>
 struct HeadLoader : PageShape<kConfig> {
   using Shape = PageShape<kConfig>;
   using Fields = abi::AttentionFields;
@@ -40,7 +78,7 @@ struct HeadLoader : PageShape<kConfig> {
   static constexpr uint32_t kOneRow = (kGroup < kBlockRows ? kGroup : kBlockRows) + 2;
   static constexpr uint32_t kEach = kDim <= 128 && kOneRow * lanes(kDim / 4) <= kLoaders * 32 ? 4 : 8;
   static constexpr uint32_t kParts = kDim / kEach, kLanes = lanes(kParts);                            // of a head
-  static constexpr uint32_t kAtOnce = kLoaders * 32 / kLanes;                                         // heads
+  static constexpr uint32_t kAtOnce = (kLoaders + (kStretch ? kConsumers : 0)) * 32 / kLanes;         // heads
   static constexpr uint32_t kTurn = kHalfRotary / kEach;  // lanes between the halves of a rotation
   static constexpr uint32_t kAhead = kEach <= 4 ? 2 : 1;  // rounds of a stretch's heads on their way
   static_assert(kConfig.interleaved || kHalfRotary % kEach == 0, "a lane's elements turn with those of one other lane");
@@ -67,7 +105,7 @@ struct HeadLoader : PageShape<kConfig> {
     }
   };
 
-  Loader& l;
+  Role& l;
   const Fields& f;
   const Items& item;
   const uint32_t i = l.w.warp_lane() % kLanes;  // which part
@@ -147,24 +185,15 @@ struct HeadLoader : PageShape<kConfig> {
     return h;
   }
 
-  // All of an item in a stretch that is not there yet: what does not fit beside the queries comes before them, or, where
-  // they are known, in turns.
+  // All of an item in a stretch that is not there yet, in one turn or several.
   MK_DEVICE void run_stretch(bool known) {
-    const FreshRows all = item.fresh();
-    if (known && all.count == 0) return;
 #pragma unroll 1
-    for (uint32_t done = 0;;) {
-      const FreshRows fresh = {all.first + done, tasks::least(all.count - done, Shape::kFreshAtOnce)};
-      done += fresh.count;
-      const bool last = done == all.count;
-      put_stretch(fresh, 2 * fresh.count + (last && !known ? item.group_rows * kGroup : 0));
-      if (last) return;
-    }
+    for (StretchTurn turn(item, known); turn.next(item);) put_stretch(turn.fresh, turn.heads);
   }
 
   // kAhead rounds of heads at once, and as many on their way.
   MK_DEVICE void put_stretch(const FreshRows& fresh, uint32_t heads) {
-    const uint32_t own = Loader::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
+    const uint32_t own = Role::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
     Head next[kAhead];
     Words words[kAhead];
     l.begin();
@@ -187,7 +216,7 @@ struct HeadLoader : PageShape<kConfig> {
   MK_DEVICE void run(uint32_t base) {
     const typename Shape::Fresh fresh(base, item.group_rows);
     const uint32_t heads = tasks::least(kBlockRows, item.group_rows * kGroup - base) + 2 * (fresh.end - fresh.first);
-    const uint32_t own = Loader::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
+    const uint32_t own = Role::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
     bool begun = false;
 #pragma unroll 1
     for (uint32_t n = 0; n == 0 || n < heads; n += kAtOnce) {
@@ -256,7 +285,7 @@ struct HeadLoader : PageShape<kConfig> {
       }
       return !__any_sync(0xffffffffu, missing);
     }, abi::FaultKind::kValueBudget, 0);
-    trace::ready_now(l.w, abi::Role::kLoader);
+    if constexpr (__is_same(Role, Loader)) trace::ready_now(l.w, abi::Role::kLoader);
   }
 
   MK_DEVICE void norm(const Head& h, Elements& x) const {

@@ -21,8 +21,16 @@ __device__ __noinline__ void load_stretches() {
   C::template load_as<true, true>();
 }
 template <class C>
-__device__ __noinline__ bool take_stretch() {
+__device__ __noinline__ bool next_stretch() {
   return C::next_stretch();
+}
+template <class C>
+__device__ __noinline__ bool next_turn() {
+  return C::next_turn();
+}
+template <class C>
+__device__ __noinline__ void bring_turn() {
+  C::bring_turn();
 }
 template <class C>
 __device__ __noinline__ void attend_stretch() {
@@ -31,7 +39,10 @@ __device__ __noinline__ void attend_stretch() {
 template <class C>
 __device__ __noinline__ void consume_stretches() {
   C::begin_stretches();
-  while (take_stretch<C>()) attend_stretch<C>();
+  while (next_stretch<C>()) {
+    while (next_turn<C>()) bring_turn<C>();
+    attend_stretch<C>();
+  }
 }
 template <class C>
 __device__ __noinline__ void clear_stretches() {
@@ -60,7 +71,6 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
   using Scores::kTwoStages, Scores::kPageStages, Scores::kInQuad, Scores::kTilesAtOnce;
   using Scores::give_back_pages, Scores::keys_at, Scores::values_at, Scores::score, Scores::soften;
   using Scores::one_piece, Scores::output_at, Scores::partial_at;
-  using StretchBlocks<kConfig>::take_stretch;
   static constexpr bool kProduces = true, kStores = false, kLoads = true, kNeedsHeader = true;
   static constexpr uint32_t kTopBytes = kBlockRows * kConsumers * sizeof(float2);
   static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take keys and values of 16 bits or less");
@@ -248,11 +258,12 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
   MK_DEVICE static void begin_stretches() {
     Worker w;
     w.load();
+    wait_counters(w, *w.record);
     const Items<true> items(*w.header, *w.record, fields_of<Task>(*w.record));
-    StretchWalk{items, items.slot, {}, {}, 0, false, false, false}.put();
+    StretchWalk{items, items.slot, {}, {}, {}, 0, false, false, false, false}.put();
   }
 
-  // On to the next item of a stretch, whose input is there then. False: there is none, and the record is done.
+  // On to the next item of a stretch. False: there is none, and the record is done.
   MK_DEVICE static bool next_stretch() {
     Consumer c;
     c.load();
@@ -274,8 +285,10 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
         c.free_input();
       }
       walk.whole = false, walk.taken = true;
-      take_stretch(c, item, walk);
       walk.item = item, walk.slot = item.slot;
+      walk.turn = StretchTurn(item, walk.lent.known(item)), walk.brings = false;
+      walk.first = c.ring;
+      c.ring.skip((item.last_page - item.page + 1) * kPageStages);
       walk.put();
       c.save_met();
       return true;

@@ -135,14 +135,16 @@ struct PageScores : PageShape<kConfig> {
   }
 };
 
-// Where a consumer is in a record of a step with stretches: in shared memory, for the multiplication needs all registers.
+// Where a consumer is in a record of a step with stretches: in shared memory, for what it calls needs all registers.
 struct StretchWalk {
   Item item;
   Stretches slot;
   LentQueries lent;
+  StretchTurn turn;
   RingPlace first;  // of the item's pages
   uint32_t merges;
   bool held, taken, whole;  // scratch is held; the loaders have lent something; the item before was no stretch
+  bool brings;              // the turn is under way
 
   MK_DEVICE static StretchWalk& own() { return *reinterpret_cast<StretchWalk*>(block().walk[threadIdx.x / 32]); }
   MK_DEVICE void put() const {
@@ -176,33 +178,54 @@ struct StretchBlocks : PageScores<kConfig> {
   static constexpr uint32_t kAtOnce = kTiles % 4 == 0 ? 4 : kTiles % 3 == 0 ? 3 : kTiles;
   static_assert(kTiles * kSharers == kValueTiles && kTiles <= 8);
 
-  // The input of the item and its pages: what is left is attend_pair's.
-  MK_DEVICE static void take_stretch(Consumer& c, const PageItems<kConfig, true>& item, StretchWalk& walk) {
+  // Ends the turn that is under way, if there is one, and begins the next: scratch is free then. False: the input of the item is
+  // there, and its pages are whole.
+  MK_DEVICE static bool next_turn() {
+    Consumer c;
+    c.load();
     Worker& w = c.w;
-    walk.first = c.ring;
-    await_pages(c, item);
-    const FreshRows all = item.fresh();
-    if (!walk.lent.known(item) || all.count > 0) {
-#pragma unroll 1
-      for (uint32_t done = 0;;) {
-        const FreshRows fresh = {all.first + done, tasks::least(all.count - done, kFreshAtOnce)};
-        walk.give_scratch(c);
-        c.take_input();
-        walk.held = true;
-        trace::data(w, abi::Role::kConsumer);
-        put_fresh(w, item, fresh, Ring{walk.first, kStages});
-        done += fresh.count;
-        if (done == all.count) break;
-      }
+    StretchWalk walk = StretchWalk::own();
+    const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, *reinterpret_cast<const Fields*>(w.record->payload));
+    const Ring first{walk.first, kStages};
+    if (walk.brings) {
+      w.sync();
+      c.take_input();
+      trace::data(w, abi::Role::kConsumer);
+      await_pages(w, item, first);
+      put_fresh(w, item, walk.turn.fresh, first);
     }
-    if (all.count > 0) w.sync();  // the pages are whole
+    walk.brings = walk.turn.next(item);
+    if (walk.brings) {
+      walk.give_scratch(c);
+      w.wait_barrier(&block().input_empty, c.input_parity ^ 1);  // all have
+      walk.held = true;
+    } else {
+      await_pages(w, item, first);
+      w.sync();
+    }
+    walk.put();
+    c.save_met();
+    return walk.brings;
+  }
+
+  // Consumers, who have nothing else to do, bring a part of the input as loaders do.
+  MK_DEVICE static void bring_turn() {
+    LoadingConsumer own;
+    own.w.load();
+    Worker& w = own.w;
+    const StretchWalk& walk = StretchWalk::own();
+    const Fields& f = *reinterpret_cast<const Fields*>(w.record->payload);
+    const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, f);
+    HeadLoader<kConfig, PageItems<kConfig, true>, true, LoadingConsumer>{{}, own, f, item}.put_stretch(
+        walk.turn.fresh, walk.turn.heads);
+    __syncwarp();
   }
 
   // All of them are there: so nobody is two phases behind, however early others give back.
-  MK_DEVICE static void await_pages(Consumer& c, const Item& item) {
+  MK_DEVICE static void await_pages(Worker& w, const Item& item, Ring at) {
     const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
 #pragma unroll 1
-    for (uint32_t i = 0; i < count; ++i, c.ring.next()) c.w.wait_barrier(&block().full[c.ring.slot], c.ring.parity);
+    for (uint32_t i = 0; i < count; ++i, at.next()) w.wait_barrier(&block().full[at.slot], at.parity);
   }
 
   // Where the keys, or the values, of a page of the item begin as offsets inside a page say.
@@ -304,22 +327,31 @@ struct StretchBlocks : PageScores<kConfig> {
       if constexpr (kTwoStages) values = block().ring[slot + 1 == kStages ? 0 : slot + 1] - kKeyBytes;
       return Run{keys, values, start, start >= whole && start + kRunTokens <= whole_end};
     };
+    const auto score_run = [&](const Run& run, float (&s)[4][4]) {
+      score(low, high, run.keys + keys_at(run.start) + lane * kOctet, s);
+    };
+    // Two at once, and below the scores of the next beside the sums, where queries leave registers for them: a warp alone
+    // would wait for each product. Behind the last comes the last once more.
+    const auto after = [&](uint32_t start) { return start + kRunTokens < end ? start + kRunTokens : start; };
     float top[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
 #pragma unroll 1
-    for (uint32_t start = begin; start < end; start += kRunTokens) {
-      float s[4][4] = {};
-      const Run run = run_at(start);
-      score(low, high, run.keys + keys_at(start) + lane * kOctet, s);
-      scale(f, s, run, position, lane % 4, top);
+    for (uint32_t start = begin; start < end; start += 2 * kRunTokens) {
+      const Run run[2] = {run_at(start), run_at(after(start))};
+      float s[2][4][4] = {};
+      score_run(run[0], s[0]);
+      score_run(run[1], s[1]);
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) scale(f, s[i], run[i], position, lane % 4, top);
     }
     over_four(top);
-    float sums[kTiles][4] = {};
+    float sums[kTiles][4] = {}, s[4][4] = {};
+    score_run(run_at(begin), s);
 #pragma unroll 1
     for (uint32_t start = begin; start < end; start += kRunTokens) {
-      float s[4][4] = {}, run_top[2] = {-kInfinity, -kInfinity};
+      float run_top[2] = {-kInfinity, -kInfinity}, next[4][4] = {};
       const Run run = run_at(start);
-      score(low, high, run.keys + keys_at(start) + lane * kOctet, s);
       scale(f, s, run, position, lane % 4, run_top);
+      if constexpr (kKeeps) score_run(run_at(after(start)), next);
       over_four(run_top);
       float factor[2];
       uint32_t p[2][4];
@@ -331,6 +363,12 @@ struct StretchBlocks : PageScores<kConfig> {
         for (uint32_t j = 0; j < 4; ++j) p[h][j] = pack<kHalf>(s[j][2 * h], s[j][2 * h + 1]);
       }
       add_run(p, run.values + kKeyBytes + values_at(start) + lane * kOctet + w.warp() % kSharers * (kTiles * kTile), factor, sums);
+      if constexpr (!kKeeps) score_run(run_at(after(start)), next);
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) s[j][i] = next[j][i];
+      }
     }
     trace::end(w, abi::Role::kConsumer);
 #pragma unroll
