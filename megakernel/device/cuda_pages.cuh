@@ -46,7 +46,12 @@ __device__ __noinline__ void consume_stretches() {
 }
 template <class C>
 __device__ __noinline__ void clear_stretches() {
-  C::template clear_as<true>();
+  C::template clear_as<true, true>();
+}
+// The same in another wide step.
+template <class C>
+__device__ __noinline__ void clear_many() {
+  C::template clear_as<false, true>();
 }
 
 }  // namespace megakernel::several
@@ -482,13 +487,16 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
   // Clears what the step before left here.
   MK_DEVICE static void clear_last() {
     if constexpr (kStretchRows > 0) {
-      if (Shape::stretches(block().header[own_state().step & 1 ^ 1])) return several::clear_stretches<Core>();
+      const abi::StepHeader& last = block().header[own_state().step & 1 ^ 1];
+      if (Shape::stretches(last)) return several::clear_stretches<Core>();
+      if (last.rows > kNarrowRows) return several::clear_many<Core>();
     }
     clear_groups();
   }
-  static __device__ __noinline__ void clear_groups() { clear_as<false>(); }
+  static __device__ __noinline__ void clear_groups() { clear_as<false, false>(); }
 
-  template <bool kStretches>
+  // kMany: in fewer instructions for many rows, but more of them for one.
+  template <bool kStretches, bool kMany>
   MK_DEVICE static void clear_as() {
     Storer s;
     s.load();
@@ -499,8 +507,19 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
 #pragma unroll 1
     while (item.next()) {
       const uint32_t rows = item.group_rows * kGroup;
+      if constexpr (kMany) {
 #pragma unroll 1
-      for (uint32_t base = 0; base < rows; base += 32) clear_rows(w, f, item, base, tasks::least(32, rows - base));
+        for (uint32_t base = 0; base < rows; base += 32) clear_rows(w, f, item, base, tasks::least(32, rows - base));
+      } else {
+#pragma unroll 1
+        for (uint32_t m = 0; m < rows; ++m) {
+          const uint32_t row = item.group_row + m / kGroup, head = item.head * kGroup + m % kGroup;
+          const bool whole = one_piece(*w.last, f, w.last->row[row].position);
+          float* at = whole ? output_at(w, f, row, head) : partial_at(w, f, row, head, item.piece);
+#pragma unroll 1
+          for (uint32_t i = w.warp_lane(); i < (whole ? kDim : kPartial); i += 32) clear(before(w, at) + i);
+        }
+      }
     }
     s.save();
   }

@@ -146,7 +146,6 @@ struct Core<tasks::Combine<kConfig>> {
   static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2, kShares = kConfig.shares;
   static constexpr uint32_t kPairs = (kDim + 63) / 64;  // pairs of elements of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
-  static constexpr uint32_t kMore = kPairs > 2 ? 4 : 8;  // the same of a chain that is longer
   static constexpr uint32_t kChains = kConsumers, kRound = 32 / kChains;
   static constexpr uint32_t kFew = 2;  // rows and heads of a worker that are better added by all warps, one after the other
   static_assert((kShares & (kShares - 1)) == 0);
@@ -172,32 +171,52 @@ struct Core<tasks::Combine<kConfig>> {
     sum.y = fmaf(sum.y, mine, other * piece.y);
   }
 
-  // Rows and heads of the record. kRows: in a step that may have several rows.
+  // What the consumers take one after the other: rows of the record's tiles. kRows: of a step that may have several.
   template <bool kRows>
   MK_DEVICE static uint32_t turns_of(const abi::StepHeader& header, const abi::Record& record) {
     constexpr uint32_t kEach = kRows ? kShares : 1;
     return (header.rows + kEach - 1) / kEach * record.tile_count;
   }
 
-  // Whether all warps add those of many pieces, a chain each, for which they want scratch.
-  template <bool kRows>
-  MK_DEVICE static bool together(const abi::StepHeader& header, const abi::Record& record, const Fields& f) {
-    if (kRows && turns_of<kRows>(header, record) > kFew) return false;
-#pragma unroll 1
-    for (uint32_t r = 0; r < header.rows; ++r) {
-      const uint32_t position = header.row[r].position;
-      if (position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens >= kChains) return true;
+  struct Pieces {
+    uint32_t low, high;
+    MK_DEVICE Pieces(const Fields& f, uint32_t position) {
+      low = tasks::first_seen(position, f.window) / kConfig.piece_tokens, high = position / kConfig.piece_tokens;
     }
-    return false;
+    MK_DEVICE bool many() const { return high - low >= kChains; }
+  };
+
+  // Whether some row has many. Where there may be many rows, each lane looks at its own.
+  template <bool kLanes>
+  MK_DEVICE static bool some_many(const abi::StepHeader& header, const Fields& f) {
+    bool found = false;
+#pragma unroll 1
+    for (uint32_t r = kLanes ? lane_of_warp() : 0; r < header.rows; r += kLanes ? 32 : 1) {
+      if (!Pieces(f, header.row[r].position).many()) continue;
+      if (!kLanes) return true;
+      found = true;
+    }
+    return kLanes && __any_sync(0xffffffffu, found);
   }
 
-  MK_DEVICE static void load() { lend_scratch_to_all<!kRooms>(); }
+  // In programs with wide steps each warp adds the many pieces of its own rows and heads, where there are enough of these.
+  template <bool kSeveral>
+  MK_DEVICE static bool alone(const abi::StepHeader& header, const abi::Record& record) {
+    return kSeveral && kWide && turns_of<true>(header, record) > kFew;
+  }
+  // Else all add them, a chain each, for which they want scratch.
+  template <bool kSeveral>
+  MK_DEVICE static bool together(const abi::StepHeader& header, const abi::Record& record, const Fields& f) {
+    return !alone<kSeveral>(header, record) && some_many<(kSeveral && kShares > 1)>(header, f);
+  }
+
+  MK_DEVICE static void load() { lend_scratch_to_all<false>(); }
   MK_DEVICE static void load_several() { lend_scratch_to_all<true>(); }
-  template <bool kRows>
+  template <bool kSeveral>
   MK_DEVICE static void lend_scratch_to_all() {
     const RoleState& state = own_state();
     const Fields& f = fields_of<tasks::Combine<kConfig>>(*state.record);
-    if (together<kRows>(block().header[state.step & 1], *state.record, f)) lend_scratch();
+    if (together<kSeveral>(block().header[state.step & 1], *state.record, f)) lend_scratch();
   }
 
   static __device__ __noinline__ void consume() { run<false>(); }
@@ -212,16 +231,15 @@ struct Core<tasks::Combine<kConfig>> {
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
     wait_counters(w, record);
     constexpr bool kRows = kSeveral || !kRooms, kDealt = kShares > 1 && kRows;
-    const bool all = together<kRows>(*w.header, record, f);
+    const bool all = together<kSeveral>(*w.header, record, f);
     if (all) c.take_input();
     const uint32_t first = record.tile_begin, count = record.tile_count, turns = turns_of<kRows>(*w.header, record);
     const bool own = kRows && !all;  // each warp goes to its own at once
-    bool met = false;
 #pragma unroll 1
     for (uint32_t i = own ? w.warp() : 0; i < turns; i += own ? kConsumers : 1) {
       const uint32_t tile = first + i % count, r = kDealt ? i / count * kShares + tile % kShares : i / count;
       if (kDealt ? r >= w.header->rows : tile % kShares != 0) continue;
-      row_head<kSeveral, kRows>(w, f, r, tile / kShares, all, i % kConsumers == w.warp(), met);
+      row_head<kSeveral>(w, f, r, tile / kShares, all, i % kConsumers == w.warp());
     }
     if (all) c.free_input();
     if (record.signal != abi::kNone) {
@@ -280,30 +298,26 @@ struct Core<tasks::Combine<kConfig>> {
     s.save();
   }
 
-  // mine: this warp's, where one adds alone. met: all have merged in this record.
-  template <bool kSeveral, bool kRows>
-  MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, bool all, bool mine, bool& met) {
+  // mine: this warp's, where one adds alone.
+  template <bool kSeveral>
+  MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, bool all, bool mine) {
     const uint32_t position = w.header->row[r].position;
-    const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
-    const uint32_t high = position / kConfig.piece_tokens;
+    const Pieces of(f, position);
     if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && gives(*w.header))) return;
-    const bool many = high - low >= kChains;
-    const float* pieces =
-        tasks::workspace<const float>(w, f.partials) + (uint64_t(r) * kConfig.heads + h) * f.max_pieces * kStride;
+    const bool together = of.many() && all;
+    if (!together && !mine) return;
     const Output<kSeveral> out{w, f, r, h};
-    if (many && all) {
-      Sum sum;
-      add_chain(w, pieces, low + (w.warp() + kChains - low % kChains) % kChains, high, sum);
-      merge(w, sum, out, met);
-      met = true;
-      return;
+    if constexpr (kSeveral && kWide) {
+      if (of.many() && !all) return add_chains(w, of, out);
     }
-    if (!mine) return;
-    if (kRows && many) return add_chains(w, pieces, low, high, out);
+    const float* pieces = out.pieces();
+    const uint32_t step = together ? kChains : 1;
+    uint32_t j = together ? of.low + (w.warp() + kChains - of.low % kChains) % kChains : of.low;
     Sum sum;
 #pragma unroll 1
-    for (uint32_t j = low; j <= high; j += kAtOnce) add_pieces<kAtOnce, 1>(w, pieces, j, high, sum);
+    for (; j <= of.high; j += step * kAtOnce) add_pieces(w, pieces, j, step, of.high, sum);
     trace::end(w, abi::Role::kConsumer);
+    if (together) return merge(w, sum, out);
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
       const uint32_t d = i * 64 + w.warp_lane() * 2;
@@ -318,6 +332,9 @@ struct Core<tasks::Combine<kConfig>> {
     const Fields& f;
     uint32_t r, h;
 
+    MK_DEVICE const float* pieces() const {
+      return tasks::workspace<const float>(w, f.partials) + (uint64_t(r) * kConfig.heads + h) * f.max_pieces * kStride;
+    }
     MK_DEVICE void put(uint32_t d, float v) const {
       publish(tasks::workspace<float>(w, f.output) + (uint64_t(r) * kConfig.heads + h) * kDim + d, v);
     }
@@ -340,38 +357,32 @@ struct Core<tasks::Combine<kConfig>> {
 
   MK_DEVICE static bool missing(float2 v) { return as_bits(v.x) == kInvalid || as_bits(v.y) == kInvalid; }
 
-  // Pieces j, j + kStep, ...: kCount of them, but none beyond `high`.
-  template <uint32_t kCount, uint32_t kStep>
-  MK_DEVICE static void add_pieces(Worker& w, const float* pieces, uint32_t j, uint32_t high, Sum& sum) {
-    float2 value[kCount][kPairs], ends[kCount];  // ends: top and total
+  // Pieces j, j + step, ... as many as come at once and are not beyond `high`.
+  MK_DEVICE static void add_pieces(Worker& w, const float* pieces, uint32_t j, uint32_t step, uint32_t high, Sum& sum) {
+    float2 value[kAtOnce][kPairs], ends[kAtOnce];  // ends: top and total
     pieces += uint64_t(j) * kStride + w.warp_lane() * 2;
-    const auto fetch = [&](uint32_t i) { ask(w, pieces + i * (kStep * kStride), ends[i], value[i]); };
 #pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
       ends[i] = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (uint32_t k = 0; k < kPairs; ++k) value[i][k] = ends[i];
-      if (j + i * kStep <= high) fetch(i);
+      if (j + i * step <= high) ask(w, pieces + i * step * kStride, ends[i], value[i]);
     }
-    await_all<kCount>(w, [&](uint32_t i) { return lacks(ends[i], value[i]); }, fetch, j);
+    w.spin([&] {
+      bool missing = false;
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) missing |= lacks(ends[i], value[i]);
+      if (!__any_sync(0xffffffffu, missing)) return true;
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        if (lacks(ends[i], value[i])) ask(w, pieces + i * step * kStride, ends[i], value[i]);
+      }
+      return false;
+    }, abi::FaultKind::kValueBudget, j);
     trace::ready_now(w, abi::Role::kConsumer);
 #pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
-      if (j + i * kStep <= high) sum.add(ends[i].x, ends[i].y, value[i]);
-    }
-  }
-
-  // The chain of piece j, from there on.
-  MK_DEVICE static void add_chain(Worker& w, const float* pieces, uint32_t j, uint32_t high, Sum& sum) {
-#pragma unroll 1
-    while (j <= high) {
-      if (kMore > kAtOnce && j + kAtOnce * kChains <= high) {
-        add_pieces<kMore, kChains>(w, pieces, j, high, sum);
-        j += kMore * kChains;
-      } else {
-        add_pieces<kAtOnce, kChains>(w, pieces, j, high, sum);
-        j += kAtOnce * kChains;
-      }
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      if (j + i * step <= high) sum.add(ends[i].x, ends[i].y, value[i]);
     }
   }
 
@@ -390,11 +401,10 @@ struct Core<tasks::Combine<kConfig>> {
     return out;
   }
 
+  // Scratch is free: lent, or read by all before the group met last.
   template <class Out>
-  MK_DEVICE static void merge(Worker& w, const Sum& sum, const Out& out, bool again) {
-    trace::end(w, abi::Role::kConsumer);
+  MK_DEVICE static void merge(Worker& w, const Sum& sum, const Out& out) {
     auto* memory = reinterpret_cast<float*>(block().scratch);  // [kChains][kStride]
-    if (again) w.sync();                                       // it is free
     float* own = memory + w.warp() * kStride;
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
@@ -405,29 +415,23 @@ struct Core<tasks::Combine<kConfig>> {
     w.sync();
 #pragma unroll 1
     for (uint32_t d = w.lane(); d < kDim; d += w.lanes()) {
-      float2 ends[kChains];
-      float v[kChains], top = -kInfinity, total = 0.0f, all = 0.0f;
-#pragma unroll
+      float top = -kInfinity, total = 0.0f, v = 0.0f;
+#pragma unroll 1
+      for (uint32_t i = 0; i < kChains; ++i) top = max(top, memory[i * kStride + kDim]);
+#pragma unroll 1
       for (uint32_t i = 0; i < kChains; ++i) {
-        ends[i] = *reinterpret_cast<const float2*>(memory + i * kStride + kDim);
-        v[i] = memory[i * kStride + d];
+        const float factor = exp2_fast((memory[i * kStride + kDim] - top) * kLog2e);
+        total = fmaf(factor, memory[i * kStride + kDim + 1], total);
+        v = fmaf(factor, memory[i * kStride + d], v);
       }
-#pragma unroll
-      for (uint32_t i = 0; i < kChains; ++i) top = max(top, ends[i].x);
-#pragma unroll
-      for (uint32_t i = 0; i < kChains; ++i) add_chain_sum(exp2_fast((ends[i].x - top) * kLog2e), ends[i].y, v[i], total, all);
-      const float own = __fdividef(all, total);
+      const float own = __fdividef(v, total);
       out.put(d, own);
       if (out.given()) {  // all lanes of a warp are here, as kDim is a multiple of 32
         const float next = __shfl_down_sync(0xffffffffu, own, 1);
         if (d % 2 == 0) out.give(d, own, next);
       }
     }
-  }
-
-  MK_DEVICE static void add_chain_sum(float factor, float chain_total, float chain, float& total, float& sum) {
-    total = fmaf(factor, chain_total, total);
-    sum = fmaf(factor, chain, sum);
+    w.sync();
   }
 
   // A round of one warp: the next piece of each chain, two columns a lane.
@@ -489,8 +493,9 @@ struct Core<tasks::Combine<kConfig>> {
 
   // All chains by one warp, 64 columns at a time. Two rounds are on their way, and the ends of the next four.
   template <class Out>
-  MK_DEVICE static void add_chains(Worker& w, const float* pieces, uint32_t low, uint32_t high, const Out& out) {
-    const uint32_t lane = w.warp_lane(), begin = low / kChains * kChains;
+  MK_DEVICE static void add_chains(Worker& w, const Pieces& of, const Out& out) {
+    const uint32_t lane = w.warp_lane(), low = of.low, high = of.high, begin = low / kChains * kChains;
+    const float* pieces = out.pieces();
 #pragma unroll 1
     for (uint32_t d = lane * 2; d < kPairs * 64; d += 64) {
       const bool wanted = kDim % 64 == 0 || d < kDim;
@@ -535,7 +540,8 @@ struct Core<tasks::Combine<kConfig>> {
 #pragma unroll
       for (uint32_t i = 0; i < kChains; ++i) {
         const float of_chain = __shfl_sync(0xffffffffu, factor, i);
-        add_chain_sum(of_chain, __shfl_sync(0xffffffffu, chain_total, i), sum[i].x, total, all.x);
+        total = fmaf(of_chain, __shfl_sync(0xffffffffu, chain_total, i), total);
+        all.x = fmaf(of_chain, sum[i].x, all.x);
         all.y = fmaf(of_chain, sum[i].y, all.y);
       }
       if (wanted) out.put(d, __fdividef(all.x, total), __fdividef(all.y, total));
