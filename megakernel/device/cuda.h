@@ -329,6 +329,8 @@ MK_DEVICE T* before(const Worker& w, T* p) {
 }
 
 MK_DEVICE void publish(float* p, float v) { store_word(p, as_bits(v)); }
+// Of an even column.
+MK_DEVICE void publish_two(float* p, float v, float next) { store_long(p, uint64_t(as_bits(next)) << 32 | as_bits(v)); }
 MK_DEVICE void clear(float* p) { store_word(p, kInvalid); }
 
 // By a warp, whose lanes have asked for `kCount` values each: until all are valid, those that are missing are asked for again.

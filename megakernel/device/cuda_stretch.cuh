@@ -201,7 +201,7 @@ struct StretchBlocks : PageScores<kConfig> {
       walk.held = true;
     } else {
       await_pages(w, item, first);
-      w.sync();
+      if (item.fresh().count > 0) w.sync();
     }
     walk.put();
     c.save_met();
@@ -330,28 +330,22 @@ struct StretchBlocks : PageScores<kConfig> {
     const auto score_run = [&](const Run& run, float (&s)[4][4]) {
       score(low, high, run.keys + keys_at(run.start) + lane * kOctet, s);
     };
-    // Two at once, and below the scores of the next beside the sums, where queries leave registers for them: a warp alone
-    // would wait for each product. Behind the last comes the last once more.
-    const auto after = [&](uint32_t start) { return start + kRunTokens < end ? start + kRunTokens : start; };
     float top[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
 #pragma unroll 1
-    for (uint32_t start = begin; start < end; start += 2 * kRunTokens) {
-      const Run run[2] = {run_at(start), run_at(after(start))};
-      float s[2][4][4] = {};
-      score_run(run[0], s[0]);
-      score_run(run[1], s[1]);
-#pragma unroll
-      for (uint32_t i = 0; i < 2; ++i) scale(f, s[i], run[i], position, lane % 4, top);
+    for (uint32_t start = begin; start < end; start += kRunTokens) {
+      const Run run = run_at(start);
+      float s[4][4] = {};
+      score_run(run, s);
+      scale(f, s, run, position, lane % 4, top);
     }
     over_four(top);
-    float sums[kTiles][4] = {}, s[4][4] = {};
-    score_run(run_at(begin), s);
+    float sums[kTiles][4] = {};
 #pragma unroll 1
     for (uint32_t start = begin; start < end; start += kRunTokens) {
-      float run_top[2] = {-kInfinity, -kInfinity}, next[4][4] = {};
+      float s[4][4] = {}, run_top[2] = {-kInfinity, -kInfinity};
       const Run run = run_at(start);
+      score_run(run, s);
       scale(f, s, run, position, lane % 4, run_top);
-      if constexpr (kKeeps) score_run(run_at(after(start)), next);
       over_four(run_top);
       float factor[2];
       uint32_t p[2][4];
@@ -363,12 +357,6 @@ struct StretchBlocks : PageScores<kConfig> {
         for (uint32_t j = 0; j < 4; ++j) p[h][j] = pack<kHalf>(s[j][2 * h], s[j][2 * h + 1]);
       }
       add_run(p, run.values + kKeyBytes + values_at(start) + lane * kOctet + w.warp() % kSharers * (kTiles * kTile), factor, sums);
-      if constexpr (!kKeeps) score_run(run_at(after(start)), next);
-#pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) s[j][i] = next[j][i];
-      }
     }
     trace::end(w, abi::Role::kConsumer);
 #pragma unroll
@@ -465,15 +453,11 @@ struct StretchBlocks : PageScores<kConfig> {
     float* out = (whole ? output_at(w, f, row, head) : partial) + sharer * kTiles * 8 + t * 2;
 #pragma unroll
     for (uint32_t n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) {
-        const float sum = sums[n][2 * h + j];
-        publish(out + n * 8 + j, whole ? __fdividef(sum, total) : sum);
-      }
+      const float x = sums[n][2 * h], y = sums[n][2 * h + 1];
+      publish_two(out + n * 8, whole ? __fdividef(x, total) : x, whole ? __fdividef(y, total) : y);
     }
     if (!whole && sharer == 0 && t == 0) {
-      publish(partial + kDim, top);
-      publish(partial + kDim + 1, total);
+      publish_two(partial + kDim, top, total);
     }
   }
 };
