@@ -401,7 +401,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
       factor[i] = exp2_fast((ends[i].x - top) * kLog2e);
       total += factor[i] * ends[i].y;
     }
-    const bool whole = f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !(kSeveral && gives(*w.header));
+    const bool whole = f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !(kSeveral && leaves_all(*w.header));
     float* partial = partial_at(w, f, row, head, item.piece);
     float* out = whole ? output_at(w, f, row, head) : partial;
 #pragma unroll 1

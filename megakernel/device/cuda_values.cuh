@@ -145,6 +145,8 @@ struct Core<tasks::Combine<kConfig>> {
   static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2, kShares = kConfig.shares;
   static constexpr uint32_t kPairs = (kDim + 63) / 64;  // pairs of elements of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
+  static constexpr uint32_t kWideChunks = kGivesWide ? kConfig.gives_wide : 0;
+  using Given = GivenInput<kWideChunks>;
   static_assert((kShares & (kShares - 1)) == 0);
 
   // A sum of pieces relative to the largest of their tops: this lane's elements, 64 i + 2 lane and the next.
@@ -211,6 +213,9 @@ struct Core<tasks::Combine<kConfig>> {
       if (kMany ? r < w.header->rows : tile % kShares == 0) row_head<kSeveral>(w, f, r, tile / kShares, i);
     }
     if (scratch) c.free_input();
+    if constexpr (kSeveral && kWideChunks > 0) {
+      if (is_wide(*w.header)) count_given(w, record);
+    }
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
@@ -220,7 +225,7 @@ struct Core<tasks::Combine<kConfig>> {
 
   // Of the step of that header.
   MK_DEVICE static bool one_piece(const abi::StepHeader& h, const Fields& f, const abi::Row& row) {
-    return f.direct && tasks::one_piece(row.position, f.window, kConfig.piece_tokens) && !gives(h);
+    return f.direct && tasks::one_piece(row.position, f.window, kConfig.piece_tokens) && !leaves_all(h);
   }
 
   // Whether one of the record's tiles has the row.
@@ -253,7 +258,7 @@ struct Core<tasks::Combine<kConfig>> {
       const uint32_t first = tile / kShares * kDim, columns = (kShares > 1 ? 1 : record.tile_count) * kDim;
       float* out = tasks::workspace<float>(w, f.output) + first;
 #pragma unroll 1
-      for (uint32_t r = tile % kShares; r < w.last->rows; r += kShares) {
+      for (uint32_t r = tile % kShares; r < Given::rows(*w.last); r += kShares) {
         if (one_piece(*w.last, f, w.last->row[r])) continue;
 #pragma unroll 1
         for (uint32_t i = w.warp_lane(); i < columns; i += 32) clear(before(w, out + r * kConfig.heads * kDim + i));
@@ -272,7 +277,7 @@ struct Core<tasks::Combine<kConfig>> {
     const uint32_t position = w.header->row[r].position;
     const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
     const uint32_t high = position / kConfig.piece_tokens;
-    if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && gives(*w.header))) return;
+    if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && leaves_all(*w.header))) return;
     const bool together = high - low >= kConsumers;
     if (!together && turn % kConsumers != w.warp()) return;
     const uint64_t index = uint64_t(r) * kConfig.heads + h;
@@ -293,10 +298,30 @@ struct Core<tasks::Combine<kConfig>> {
       const uint32_t d = i * 64 + w.warp_lane() * 2;
       if (d >= kDim) continue;
       const float low = __fdividef(sum.v[i].x, sum.total), high = __fdividef(sum.v[i].y, sum.total);
+      if (kSeveral && gives_wide(*w.header)) {
+        put_wide(w, f, r, h * kDim + d, low, high);
+        continue;
+      }
       publish(out + d, low);
       publish(out + d + 1, high);
       if (kSeveral && kConfig.gives && gives(*w.header)) store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(low, high));
     }
+  }
+
+  // In wide steps: two columns alone; and how many these were.
+  MK_DEVICE static bool gives_wide(const abi::StepHeader& h) { return kWideChunks > 0 && is_wide(h); }
+  MK_DEVICE static void put_wide(const Worker& w, const Fields& f, uint32_t r, uint32_t column, float low, float high) {
+    if constexpr (kWideChunks > 0) {
+      store_word(Given(w, f.output, kConfig.heads * kDim).pair(r, column), pack<kConfig.half>(low, high));
+    }
+  }
+  MK_DEVICE static void count_given(Worker& w, const abi::Record& record) {
+    w.sync();
+    uint32_t count = 0;  // (row, head)
+    for (uint32_t i = 0; i < record.tile_count; ++i) {
+      count += (w.header->rows + kShares - 1 - (record.tile_begin + i) % kShares) / kShares;
+    }
+    if (w.lane() == 0) Given::count(w, uint64_t(count) * kDim);
   }
 
   // Two columns of the output, packed for the product that reads it.
@@ -374,6 +399,11 @@ struct Core<tasks::Combine<kConfig>> {
         v += factor * memory[i * kStride + d];
       }
       const float own = __fdividef(v, total);
+      if (kSeveral && gives_wide(*w.header)) {
+        const float next = __shfl_down_sync(0xffffffffu, own, 1);
+        if (d % 2 == 0) put_wide(w, f, r, h * kDim + d, own, next);
+        continue;
+      }
       publish(out + d, own);
       if (kSeveral && kConfig.gives && gives(*w.header)) {  // all lanes of a warp are here, as kDim is a multiple of 32
         const float next = __shfl_down_sync(0xffffffffu, own, 1);

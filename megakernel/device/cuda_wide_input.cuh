@@ -66,19 +66,26 @@ __device__ __noinline__ void pack_rows(MatrixFlags flags) {
   l.save();
 }
 
+// given: packed by who made it, so the consumers need not wait for that.
 template <bool kSampled, bool kDealt>
-__device__ __noinline__ void bring_input() {
+__device__ __noinline__ void bring_input(bool given) {
   Loader l;
   l.load();
   Worker& w = l.w;
   const abi::Record& record = *w.record;
   const MatrixFields& f = matrix_fields(w);
-  const PackedInput from(w, f, kSampled);
+  PackedInput from(w, f, kSampled);
+  if (given) {
+    from.base = tasks::workspace<uint8_t>(w, f.input) - PackedInput::kSquareBytes;
+    wait_counters(w, record);
+    l.begin();
+    l.end();
+  }
   w.wait_barrier(&block().input_empty, l.parity ^ 1);  // the consumers are here
   if (Loader::index() == kLoaders - 1) {  // the one with the fewest parts to pack
     const uint32_t counter = packed_counter(w);
-    w.wait(counter_of(w, counter), kConsumers * (kSampled ? w.header->wide_sampled : w.header->wide_rows),
-           abi::FaultKind::kWaitBudget, counter);
+    const uint64_t rows = kSampled ? w.header->wide_sampled : w.header->wide_rows;
+    w.wait(counter_of(w, counter), rows * (given ? f.k : kConsumers), abi::FaultKind::kWaitBudget, counter);
     fence_global_for_copies();
     if constexpr (kDealt) {
       bring_dealt(w, from, DealtSlices(record, f, from.padded));
