@@ -213,9 +213,7 @@ struct Core<tasks::Combine<kConfig>> {
       if (kMany ? r < w.header->rows : tile % kShares == 0) row_head<kSeveral>(w, f, r, tile / kShares, i);
     }
     if (scratch) c.free_input();
-    if constexpr (kSeveral && kWideChunks > 0) {
-      if (is_wide(*w.header)) count_given(w, record);
-    }
+    if (kSeveral && gives_wide(*w.header)) count_given(w, record);
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
@@ -311,9 +309,7 @@ struct Core<tasks::Combine<kConfig>> {
   // In wide steps: two columns alone; and how many these were.
   MK_DEVICE static bool gives_wide(const abi::StepHeader& h) { return kWideChunks > 0 && is_wide(h); }
   MK_DEVICE static void put_wide(const Worker& w, const Fields& f, uint32_t r, uint32_t column, float low, float high) {
-    if constexpr (kWideChunks > 0) {
-      store_word(Given(w, f.output, kConfig.heads * kDim).pair(r, column), pack<kConfig.half>(low, high));
-    }
+    store_word(Given(w, f.output, kConfig.heads * kDim).pair(r, column), pack<kConfig.half>(low, high));
   }
   MK_DEVICE static void count_given(Worker& w, const abi::Record& record) {
     w.sync();

@@ -81,7 +81,10 @@ struct GivenInput {
   MK_DEVICE static uint32_t rows(const abi::StepHeader& h) { return is_wide(h) ? (h.rows + 15) / 16 * 8 : h.rows; }
 };
 template <>
-struct GivenInput<0> {
+struct GivenInput<0> {  // of what gives nothing
+  MK_DEVICE GivenInput(const Worker&, uint32_t, uint32_t) {}
+  MK_DEVICE uint32_t* pair(uint32_t, uint32_t) const { return nullptr; }
+  MK_DEVICE static void count(const Worker&, uint64_t) {}
   MK_DEVICE static uint32_t rows(const abi::StepHeader& h) { return h.rows; }
 };
 
