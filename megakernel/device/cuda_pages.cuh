@@ -26,7 +26,12 @@ __device__ __noinline__ void consume_stretches() {
 }
 template <class C>
 __device__ __noinline__ void clear_stretches() {
-  C::template clear_as<true>();
+  C::template clear_as<true, true>();
+}
+// The same in another wide step.
+template <class C>
+__device__ __noinline__ void clear_many() {
+  C::template clear_as<false, true>();
 }
 
 }  // namespace megakernel::several
@@ -401,7 +406,8 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
       factor[i] = exp2_fast((ends[i].x - top) * kLog2e);
       total += factor[i] * ends[i].y;
     }
-    const bool whole = f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !(kSeveral && leaves_all(*w.header));
+    const bool left = kSeveral && leaves_all(*w.header);
+    const bool whole = f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !left;
     float* partial = partial_at(w, f, row, head, item.piece);
     float* out = whole ? output_at(w, f, row, head) : partial;
 #pragma unroll 1
@@ -423,13 +429,16 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
   // Clears what the step before left here.
   MK_DEVICE static void clear_last() {
     if constexpr (kStretchRows > 0) {
-      if (Shape::stretches(block().header[own_state().step & 1 ^ 1])) return several::clear_stretches<Core>();
+      const abi::StepHeader& last = block().header[own_state().step & 1 ^ 1];
+      if (Shape::stretches(last)) return several::clear_stretches<Core>();
+      if (last.rows > kNarrowRows) return several::clear_many<Core>();
     }
     clear_groups();
   }
-  static __device__ __noinline__ void clear_groups() { clear_as<false>(); }
+  static __device__ __noinline__ void clear_groups() { clear_as<false, false>(); }
 
-  template <bool kStretches>
+  // kMany: in fewer instructions for many rows, but more of them for one.
+  template <bool kStretches, bool kMany>
   MK_DEVICE static void clear_as() {
     Storer s;
     s.load();
@@ -439,16 +448,45 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     Items<kStretches> item(*w.last, record, f);
 #pragma unroll 1
     while (item.next()) {
+      const uint32_t rows = item.group_rows * kGroup;
+      if constexpr (kMany) {
 #pragma unroll 1
-      for (uint32_t m = 0; m < item.group_rows * kGroup; ++m) {
-        const uint32_t row = item.group_row + m / kGroup, head = item.head * kGroup + m % kGroup;
-        const bool whole = one_piece(*w.last, f, w.last->row[row].position);
-        float* at = whole ? output_at(w, f, row, head) : partial_at(w, f, row, head, item.piece);
+        for (uint32_t base = 0; base < rows; base += 32) clear_rows(w, f, item, base, tasks::least(32, rows - base));
+      } else {
 #pragma unroll 1
-        for (uint32_t i = w.warp_lane(); i < (whole ? kDim : kPartial); i += 32) clear(before(w, at) + i);
+        for (uint32_t m = 0; m < rows; ++m) {
+          const uint32_t row = item.group_row + m / kGroup, head = item.head * kGroup + m % kGroup;
+          const bool whole = one_piece(*w.last, f, w.last->row[row].position);
+          float* at = whole ? output_at(w, f, row, head) : partial_at(w, f, row, head, item.piece);
+#pragma unroll 1
+          for (uint32_t i = w.warp_lane(); i < (whole ? kDim : kPartial); i += 32) clear(before(w, at) + i);
+        }
       }
     }
     s.save();
+  }
+
+  // `count` q-rows from `base` on, of each of which one lane finds the place. A partial is aligned to 8 bytes, its ends, or its
+  // first two columns, are what is left of it in words of 16.
+  MK_DEVICE static void clear_rows(Worker& w, const Fields& f, const Item& item, uint32_t base, uint32_t count) {
+    constexpr uint32_t kQuads = kDim / 4;
+    const uint32_t lane = w.warp_lane(), m = base + tasks::least(lane, count - 1);
+    const uint32_t row = item.group_row + m / kGroup, head = item.head * kGroup + m % kGroup;
+    const bool whole = one_piece(*w.last, f, w.last->row[row].position);
+    float* at = before(w, whole ? output_at(w, f, row, head) : partial_at(w, f, row, head, item.piece));
+    const bool between = reinterpret_cast<uint64_t>(at) % 16 != 0;
+    if (!whole && lane < count) {
+      float* left = at + (between ? 0 : kDim);
+      clear(left);
+      clear(left + 1);
+    }
+    const auto quads = reinterpret_cast<uint64_t>(at + (between ? 2 : 0));
+#pragma unroll 2
+    for (uint32_t i = 0; i < count * kQuads; i += 32) {
+      const uint32_t n = i + lane, of = tasks::least(n / kQuads, 31);
+      const uint64_t to = __shfl_sync(0xffffffffu, quads, of) + n % kQuads * 16;
+      if (n < count * kQuads) store_quad(reinterpret_cast<void*>(to), {kInvalid, kInvalid, kInvalid, kInvalid});
+    }
   }
 };
 

@@ -136,8 +136,9 @@ struct Core<tasks::Embedding<kConfig>> {
   }
 };
 
-// Pieces of attention into its output (see tasks/combine.py). Up to 8 pieces are added in order by one warp. Of more,
-// consumer w adds pieces w, w + 8, ...; then the consumers in order. Either way a fixed order for each row.
+// Pieces of attention into its output (see tasks/combine.py). Up to 8 pieces are added in order. Of more there are 8 chains:
+// chain c adds pieces c, c + 8, ...; then the chains in order. Either way a fixed order for each row, whoever adds: one warp,
+// or each consumer a chain, where a worker has too few rows and heads for all warps.
 template <tasks::CombineConfig kConfig>
 struct Core<tasks::Combine<kConfig>> {
   using Fields = abi::CombineFields;
@@ -147,6 +148,8 @@ struct Core<tasks::Combine<kConfig>> {
   static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
   static constexpr uint32_t kWideChunks = kGivesWide ? kConfig.gives_wide : 0;
   using Given = GivenInput<kWideChunks>;
+  static constexpr uint32_t kChains = kConsumers, kRound = 32 / kChains;
+  static constexpr uint32_t kFew = 2;  // rows and heads of a worker that are better added by all warps, one after the other
   static_assert((kShares & (kShares - 1)) == 0);
 
   // A sum of pieces relative to the largest of their tops: this lane's elements, 64 i + 2 lane and the next.
@@ -157,37 +160,65 @@ struct Core<tasks::Combine<kConfig>> {
     MK_DEVICE void add(float piece_top, float piece_total, const float2 (&piece)[kPairs]) {
       const float high = max(top, piece_top);
       const float mine = exp2_fast((top - high) * kLog2e), other = exp2_fast((piece_top - high) * kLog2e);
-      total = total * mine + other * piece_total;
+      total = fmaf(total, mine, other * piece_total);
 #pragma unroll
-      for (uint32_t i = 0; i < kPairs; ++i) {
-        v[i].x = v[i].x * mine + other * piece[i].x;
-        v[i].y = v[i].y * mine + other * piece[i].y;
-      }
+      for (uint32_t i = 0; i < kPairs; ++i) add_piece(v[i], mine, other, piece[i]);
       top = high;
     }
   };
 
-  // Whether some row has so many pieces that all warps add them. Where there may be many rows, each lane looks at its own.
+  // Said which product is rounded first: left alone, compilers differ from function to function.
+  MK_DEVICE static void add_piece(float2& sum, float mine, float other, float2 piece) {
+    sum.x = fmaf(sum.x, mine, other * piece.x);
+    sum.y = fmaf(sum.y, mine, other * piece.y);
+  }
+
+  // What the consumers take one after the other: rows of the record's tiles. kRows: of a step that may have several.
+  template <bool kRows>
+  MK_DEVICE static uint32_t turns_of(const abi::StepHeader& header, const abi::Record& record) {
+    constexpr uint32_t kEach = kRows ? kShares : 1;
+    return (header.rows + kEach - 1) / kEach * record.tile_count;
+  }
+
+  struct Pieces {
+    uint32_t low, high;
+    MK_DEVICE Pieces(const Fields& f, uint32_t position) {
+      low = tasks::first_seen(position, f.window) / kConfig.piece_tokens, high = position / kConfig.piece_tokens;
+    }
+    MK_DEVICE bool many() const { return high - low >= kChains; }
+  };
+
+  // Whether some row has many. Where there may be many rows, each lane looks at its own.
   template <bool kLanes>
-  MK_DEVICE static bool many_pieces(const abi::StepHeader& header, const Fields& f) {
+  MK_DEVICE static bool some_many(const abi::StepHeader& header, const Fields& f) {
     bool found = false;
 #pragma unroll 1
     for (uint32_t r = kLanes ? lane_of_warp() : 0; r < header.rows; r += kLanes ? 32 : 1) {
-      const uint32_t position = header.row[r].position;
-      if (position / kConfig.piece_tokens - tasks::first_seen(position, f.window) / kConfig.piece_tokens < kConsumers) continue;
+      if (!Pieces(f, header.row[r].position).many()) continue;
       if (!kLanes) return true;
       found = true;
     }
     return kLanes && __any_sync(0xffffffffu, found);
   }
 
-  MK_DEVICE static void load() { lend_scratch_to_many<false>(); }
-  MK_DEVICE static void load_several() { lend_scratch_to_many<(kShares > 1)>(); }
-  template <bool kLanes>
-  MK_DEVICE static void lend_scratch_to_many() {
+  // In programs with wide steps each warp adds the many pieces of its own rows and heads, where there are enough of these.
+  template <bool kSeveral>
+  MK_DEVICE static bool alone(const abi::StepHeader& header, const abi::Record& record) {
+    return kSeveral && kWide && turns_of<true>(header, record) > kFew;
+  }
+  // Else all add them, a chain each, for which they want scratch.
+  template <bool kSeveral>
+  MK_DEVICE static bool together(const abi::StepHeader& header, const abi::Record& record, const Fields& f) {
+    return !alone<kSeveral>(header, record) && some_many<(kSeveral && kShares > 1)>(header, f);
+  }
+
+  MK_DEVICE static void load() { lend_scratch_to_all<false>(); }
+  MK_DEVICE static void load_several() { lend_scratch_to_all<true>(); }
+  template <bool kSeveral>
+  MK_DEVICE static void lend_scratch_to_all() {
     const RoleState& state = own_state();
     const Fields& f = fields_of<tasks::Combine<kConfig>>(*state.record);
-    if (many_pieces<kLanes>(block().header[state.step & 1], f)) lend_scratch();
+    if (together<kSeveral>(block().header[state.step & 1], *state.record, f)) lend_scratch();
   }
 
   static __device__ __noinline__ void consume() { run<false>(); }
@@ -201,18 +232,18 @@ struct Core<tasks::Combine<kConfig>> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<tasks::Combine<kConfig>>(record);
     wait_counters(w, record);
-    constexpr bool kMany = kShares > 1 && (kSeveral || !kRooms);  // rows
-    const bool scratch = many_pieces<kMany>(*w.header, f);
-    if (scratch) c.take_input();
-    const uint32_t first = record.tile_begin, count = record.tile_count;
-    const uint32_t turns = (kMany ? (w.header->rows + kShares - 1) / kShares : w.header->rows) * count;
-    const bool own = kMany && !scratch;  // each warp goes to its own at once
+    constexpr bool kRows = kSeveral || !kRooms, kDealt = kShares > 1 && kRows;
+    const bool all = together<kSeveral>(*w.header, record, f);
+    if (all) c.take_input();
+    const uint32_t first = record.tile_begin, count = record.tile_count, turns = turns_of<kRows>(*w.header, record);
+    const bool own = kRows && !all;  // each warp goes to its own at once
 #pragma unroll 1
     for (uint32_t i = own ? w.warp() : 0; i < turns; i += own ? kConsumers : 1) {
-      const uint32_t tile = first + i % count, r = kMany ? i / count * kShares + tile % kShares : i / count;
-      if (kMany ? r < w.header->rows : tile % kShares == 0) row_head<kSeveral>(w, f, r, tile / kShares, i);
+      const uint32_t tile = first + i % count, r = kDealt ? i / count * kShares + tile % kShares : i / count;
+      if (kDealt ? r >= w.header->rows : tile % kShares != 0) continue;
+      row_head<kSeveral>(w, f, r, tile / kShares, all, i % kConsumers == w.warp());
     }
-    if (scratch) c.free_input();
+    if (all) c.free_input();
     if (kSeveral && gives_wide(*w.header)) count_given(w, record);
     if (record.signal != abi::kNone) {
       w.sync();
@@ -270,47 +301,63 @@ struct Core<tasks::Combine<kConfig>> {
     s.save();
   }
 
+  // mine: this warp's, where one adds alone.
   template <bool kSeveral>
-  MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, uint32_t turn) {
+  MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, bool all, bool mine) {
     const uint32_t position = w.header->row[r].position;
-    const uint32_t low = tasks::first_seen(position, f.window) / kConfig.piece_tokens;
-    const uint32_t high = position / kConfig.piece_tokens;
+    const Pieces of(f, position);
     if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && leaves_all(*w.header))) return;
-    const bool together = high - low >= kConsumers;
-    if (!together && turn % kConsumers != w.warp()) return;
-    const uint64_t index = uint64_t(r) * kConfig.heads + h;
-    const float* pieces = tasks::workspace<const float>(w, f.partials) + index * f.max_pieces * kStride;
-    float* out = tasks::workspace<float>(w, f.output) + index * kDim;
-    const uint32_t step = together ? kConsumers : 1;
-    uint32_t j = together ? low + (w.warp() + kConsumers - low % kConsumers) % kConsumers : low;
+    const bool together = of.many() && all;
+    if (!together && !mine) return;
+    const Output<kSeveral> out{w, f, r, h};
+    if constexpr (kSeveral && kWide) {
+      if (of.many() && !all) return add_chains(w, of, out);
+    }
+    const float* pieces = out.pieces();
+    const uint32_t step = together ? kChains : 1;
+    uint32_t j = together ? of.low + (w.warp() + kChains - of.low % kChains) % kChains : of.low;
     Sum sum;
 #pragma unroll 1
-    for (; j <= high; j += step * kAtOnce) add_pieces(w, pieces, j, step, high, sum);
+    for (; j <= of.high; j += step * kAtOnce) add_pieces(w, pieces, j, step, of.high, sum);
     trace::end(w, abi::Role::kConsumer);
-    if (together) {
-      merge<kSeveral>(w, sum, out, f, r, h);
-      return;
-    }
+    if (together) return merge(w, sum, out);
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
       const uint32_t d = i * 64 + w.warp_lane() * 2;
-      if (d >= kDim) continue;
-      const float low = __fdividef(sum.v[i].x, sum.total), high = __fdividef(sum.v[i].y, sum.total);
-      if (kSeveral && gives_wide(*w.header)) {
-        put_wide(w, f, r, h * kDim + d, low, high);
-        continue;
-      }
-      publish(out + d, low);
-      publish(out + d + 1, high);
-      if (kSeveral && kConfig.gives && gives(*w.header)) store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(low, high));
+      if (d < kDim) out.put(d, __fdividef(sum.v[i].x, sum.total), __fdividef(sum.v[i].y, sum.total));
     }
   }
 
-  // In wide steps: two columns alone; and how many these were.
+  // Of a row and head.
+  template <bool kSeveral>
+  struct Output {
+    const Worker& w;
+    const Fields& f;
+    uint32_t r, h;
+
+    MK_DEVICE const float* pieces() const {
+      return tasks::workspace<const float>(w, f.partials) + (uint64_t(r) * kConfig.heads + h) * f.max_pieces * kStride;
+    }
+    MK_DEVICE bool wide() const { return kSeveral && gives_wide(*w.header); }  // it gives the packed form alone
+    MK_DEVICE void put(uint32_t d, float v) const {
+      if (!wide()) publish(tasks::workspace<float>(w, f.output) + (uint64_t(r) * kConfig.heads + h) * kDim + d, v);
+    }
+    // Columns d and d + 1, packed.
+    MK_DEVICE void give(uint32_t d, float low, float high) const {
+      const uint32_t column = h * kDim + d;
+      store_word(wide() ? Given(w, f.output, kConfig.heads * kDim).pair(r, column) : given_pair(w, f, r, column),
+                 pack<kConfig.half>(low, high));
+    }
+    MK_DEVICE bool given() const { return wide() || (kSeveral && kConfig.gives && gives(*w.header)); }
+    MK_DEVICE void put(uint32_t d, float low, float high) const {
+      put(d, low);
+      put(d + 1, high);
+      if (given()) give(d, low, high);
+    }
+  };
+
+  // Of wide steps; and how many columns these were.
   MK_DEVICE static bool gives_wide(const abi::StepHeader& h) { return kWideChunks > 0 && is_wide(h); }
-  MK_DEVICE static void put_wide(const Worker& w, const Fields& f, uint32_t r, uint32_t column, float low, float high) {
-    store_word(Given(w, f.output, kConfig.heads * kDim).pair(r, column), pack<kConfig.half>(low, high));
-  }
   MK_DEVICE static void count_given(Worker& w, const abi::Record& record) {
     w.sync();
     uint32_t count = 0;  // (row, head)
@@ -371,10 +418,10 @@ struct Core<tasks::Combine<kConfig>> {
     return out;
   }
 
-  template <bool kSeveral>
-  MK_DEVICE static void merge(Worker& w, const Sum& sum, float* out, const Fields& f, uint32_t r, uint32_t h) {
-    auto* memory = reinterpret_cast<float*>(block().scratch);  // [kConsumers][kStride]
-    w.sync();                                                  // it is free
+  // Scratch is free: lent, or read by all before the group met last.
+  template <class Out>
+  MK_DEVICE static void merge(Worker& w, const Sum& sum, const Out& out) {
+    auto* memory = reinterpret_cast<float*>(block().scratch);  // [kChains][kStride]
     float* own = memory + w.warp() * kStride;
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
@@ -387,26 +434,135 @@ struct Core<tasks::Combine<kConfig>> {
     for (uint32_t d = w.lane(); d < kDim; d += w.lanes()) {
       float top = -kInfinity, total = 0.0f, v = 0.0f;
 #pragma unroll 1
-      for (uint32_t i = 0; i < kConsumers; ++i) top = max(top, memory[i * kStride + kDim]);
+      for (uint32_t i = 0; i < kChains; ++i) top = max(top, memory[i * kStride + kDim]);
 #pragma unroll 1
-      for (uint32_t i = 0; i < kConsumers; ++i) {
+      for (uint32_t i = 0; i < kChains; ++i) {
         const float factor = exp2_fast((memory[i * kStride + kDim] - top) * kLog2e);
-        total += factor * memory[i * kStride + kDim + 1];
-        v += factor * memory[i * kStride + d];
+        total = fmaf(factor, memory[i * kStride + kDim + 1], total);
+        v = fmaf(factor, memory[i * kStride + d], v);
       }
       const float own = __fdividef(v, total);
-      if (kSeveral && gives_wide(*w.header)) {
+      out.put(d, own);
+      if (out.given()) {  // all lanes of a warp are here, as kDim is a multiple of 32
         const float next = __shfl_down_sync(0xffffffffu, own, 1);
-        if (d % 2 == 0) put_wide(w, f, r, h * kDim + d, own, next);
-        continue;
-      }
-      publish(out + d, own);
-      if (kSeveral && kConfig.gives && gives(*w.header)) {  // all lanes of a warp are here, as kDim is a multiple of 32
-        const float next = __shfl_down_sync(0xffffffffu, own, 1);
-        if (d % 2 == 0) store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(own, next));
+        if (d % 2 == 0) out.give(d, own, next);
       }
     }
     w.sync();
+  }
+
+  // A round of one warp: the next piece of each chain, two columns a lane.
+  struct Round {
+    float2 value[kChains];
+
+    // From the piece of chain 0 on, those of [low, high].
+    MK_DEVICE void ask(const float* pieces, uint32_t first, uint32_t low, uint32_t high, bool wanted) {
+      if (kDim % 64 == 0 && first >= low && first + kChains - 1 <= high) {
+#pragma unroll
+        for (uint32_t i = 0; i < kChains; ++i) value[i] = load_two(pieces + i * kStride);
+        return;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) {
+        value[i] = make_float2(-0.0f, -0.0f);
+        if (wanted && first + i - low <= high - low) value[i] = load_two(pieces + i * kStride);
+      }
+    }
+    MK_DEVICE void await(Worker& w, const float* pieces, uint32_t first) {
+      const auto lacking = [&](uint32_t i) { return missing(value[i]); };
+      await_all<kChains>(w, lacking, [&](uint32_t i) { value[i] = load_two(pieces + i * kStride); }, first);
+    }
+  };
+
+  // What a lane of one warp has of kRound rounds: lane kChains i + c of chain c in round i.
+  struct Factors {
+    float top = -kInfinity, total = 0.0f;  // of the chain up to the round
+    float mine, other;                     // of the chain so far, and of the piece
+
+    // Of the next rounds. A piece that is not there changes no bit: factors 1 and 0, and -0 wherever it has a value.
+    MK_DEVICE void next(bool there, float2 ends) {
+      const uint32_t lane = lane_of_warp();
+      const float last = __shfl_sync(0xffffffffu, top, (kRound - 1) * kChains + lane % kChains);
+      float high = ends.x;
+#pragma unroll
+      for (uint32_t i = kChains; i < 32; i *= 2) {
+        const float earlier = __shfl_sync(0xffffffffu, high, (lane + 32 - i) % 32);
+        if (lane >= i) high = max(earlier, high);
+      }
+      high = max(last, high);
+      const float before = __shfl_sync(0xffffffffu, high, (lane + 32 - kChains) % 32), so_far = lane < kChains ? last : before;
+      mine = there ? exp2_fast((so_far - high) * kLog2e) : 1.0f;
+      other = there ? exp2_fast((ends.x - high) * kLog2e) : 0.0f;
+      top = high;
+#pragma unroll
+      for (uint32_t i = 0; i < kRound; ++i) {
+        const float sum = __shfl_sync(0xffffffffu, total, (lane + 32 - kChains) % 32);
+        if (lane / kChains == i) total = fmaf(sum, mine, other * ends.y);
+      }
+    }
+    MK_DEVICE void add(float2 (&sum)[kChains], const Round& round, uint32_t lane) const {
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) {
+        add_piece(sum[i], __shfl_sync(0xffffffffu, mine, lane + i), __shfl_sync(0xffffffffu, other, lane + i), round.value[i]);
+      }
+    }
+  };
+
+  // All chains by one warp, 64 columns at a time. Two rounds are on their way, and the ends of the next four.
+  template <class Out>
+  MK_DEVICE static void add_chains(Worker& w, const Pieces& of, const Out& out) {
+    const uint32_t lane = w.warp_lane(), low = of.low, high = of.high, begin = low / kChains * kChains;
+    const float* pieces = out.pieces();
+#pragma unroll 1
+    for (uint32_t d = lane * 2; d < kPairs * 64; d += 64) {
+      const bool wanted = kDim % 64 == 0 || d < kDim;
+      const float *at = pieces + uint64_t(begin) * kStride + d, *ends_at = pieces + uint64_t(begin + lane) * kStride + kDim;
+      const auto there = [&](uint32_t first) { return first + lane - low <= high - low; };
+      float2 sum[kChains] = {}, ends;
+      const auto ask_ends = [&](uint32_t first) {
+        ends = make_float2(-kInfinity, -0.0f);
+        if (there(first)) ends = load_two(ends_at);
+      };
+      Factors factors;
+      Round even, odd;
+      ask_ends(begin);
+      even.ask(at, begin, low, high, wanted);
+      odd.ask(at + kChains * kStride, begin + kChains, low, high, wanted);
+#pragma unroll 1
+      for (uint32_t piece = begin, from = 0; piece <= high; piece += 2 * kChains, from ^= 2 * kChains) {
+        if (from == 0) {
+          await_all<1>(w, [&](uint32_t) { return missing(ends); }, [&](uint32_t) { ends = load_two(ends_at); }, piece);
+          factors.next(there(piece), ends);
+          ends_at += 32 * kStride;
+          ask_ends(piece + 32);
+        }
+        even.await(w, at, piece);
+        trace::ready_now(w, abi::Role::kConsumer);
+        factors.add(sum, even, from);
+        even.ask(at + 2 * kChains * kStride, piece + 2 * kChains, low, high, wanted);
+        odd.await(w, at + kChains * kStride, piece + kChains);
+        factors.add(sum, odd, from + kChains);
+        at += 2 * kChains * kStride;
+        odd.ask(at + kChains * kStride, piece + 3 * kChains, low, high, wanted);
+      }
+      trace::end(w, abi::Role::kConsumer);
+      const uint32_t last = (kRound - 1) * kChains + lane % kChains;
+      const float chain_top = __shfl_sync(0xffffffffu, factors.top, last);
+      const float chain_total = __shfl_sync(0xffffffffu, factors.total, last);
+      float top = chain_top, total = 0.0f;
+#pragma unroll
+      for (uint32_t i = 1; i < kChains; i *= 2) top = max(top, __shfl_xor_sync(0xffffffffu, top, i));
+      const float factor = exp2_fast((chain_top - top) * kLog2e);
+      float2 all = {};
+#pragma unroll
+      for (uint32_t i = 0; i < kChains; ++i) {
+        const float of_chain = __shfl_sync(0xffffffffu, factor, i);
+        total = fmaf(of_chain, __shfl_sync(0xffffffffu, chain_total, i), total);
+        all.x = fmaf(of_chain, sum[i].x, all.x);
+        all.y = fmaf(of_chain, sum[i].y, all.y);
+      }
+      if (wanted) out.put(d, __fdividef(all.x, total), __fdividef(all.y, total));
+    }
   }
 };
 

@@ -45,8 +45,8 @@ MK_DEVICE uint32_t sums_counter(const Worker& w) { return packed_counter(w) - 1;
 
 // ------------------------------------------------------------------------------------------------ given inputs
 // Of some products the node before them stores the input packed, in the place of its float32 values, which nobody else
-// reads, and adds to the product's counter, of all workers columns times rows (builder/giving.py). Of fewer than 8 rows the
-// packed form would take more than the values.
+// reads; and instead of the loaders its workers add to the product's counter, together columns times rows (builder/giving.py).
+// Of fewer than 8 rows the packed form would take more than the values.
 constexpr bool kGivesWide = kWide && kNarrowRows >= 7;
 
 MK_DEVICE bool is_wide(const abi::StepHeader& h) { return kWide && h.rows > kNarrowRows; }

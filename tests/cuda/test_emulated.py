@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.device_session import generate
+from bench.device_session import admit, generate, randomise
 from megakernel.architectures import random_weights
 from megakernel.builder import dealing
 from megakernel.builder.build import build_graph, build_program
@@ -178,6 +178,44 @@ def test_rows_of_a_head_on_several_workers(rows: int, shares: int, cache: Path) 
         finally:
             run.close()
     assert logits[0].tobytes() == logits[1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("begins", "rows", "workers"),
+    [
+        ((900, 40), (1, 1), 2),
+        ((900, 640, 100, 577, 512, 700), (1,) * 6, 2),
+        pytest.param((900, 640, 100, 577, 512, 30, *range(500, 620, 10)), (1,) * 18, 8, marks=pytest.mark.slow),
+        pytest.param((860, 610), (30, 9), 3, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_of_many_pieces(begins: tuple[int, ...], rows: tuple[int, ...], workers: int, cache: Path) -> None:
+    """More pieces than a worker has warps. All warps add them, or each those of some rows and heads; in narrow steps, in
+    wide ones and where rows of a prompt go in stretches. Four steps, so that what a step left must be cleared."""
+    config = {
+        **LLAMA, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+    }  # fmt: skip
+    found = []
+    for room, count in ((1, 2), (64, workers)):
+        run = opened(config, cache, count, max_rows=room, max_slots=18, max_context=960, piece_tokens=64)[0]
+        together = list(range(len(begins)))
+        logits = np.empty((len(begins), run.manifest.vocab), np.float32)
+        try:
+            for slots in [together] if room > 1 else [[i] for i in together]:
+                run.reset()
+                randomise(run, weights=False)
+                for i in slots:
+                    given = prompts(run.manifest.vocab, (begins[i] + rows[i],))[0]
+                    given[-1] = 1 + i
+                    admit(run, i, given, len(given) + 4, start=begins[i])
+                run.launch(4 if room > 1 else 3 + rows[slots[0]])
+                run.finish()
+                logits[slots] = run.tensor("logits")[: len(slots)]
+        finally:
+            run.close()
+        found.append(logits.view(np.uint32))
+    assert (found[0] == found[1]).all()
 
 
 @pytest.mark.parametrize(
