@@ -190,8 +190,8 @@ def test_rows_of_a_head_on_several_workers(rows: int, shares: int, cache: Path) 
     ],
 )
 def test_rows_of_many_pieces(begins: tuple[int, ...], rows: tuple[int, ...], workers: int, cache: Path) -> None:
-    """More pieces than a worker has warps. All warps add them, or each those of some rows and heads; in narrow steps, in
-    wide ones and where rows of a prompt go in stretches. Four steps, so that what a step left must be cleared."""
+    """More pieces than a worker has warps. All warps add them, or each those of some rows and heads; in narrow steps,
+    in wide ones and where rows of a prompt go in stretches. Four steps, so that what a step left must be cleared."""
     config = {
         **LLAMA, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
         "max_position_embeddings": 1024,
