@@ -4,6 +4,9 @@ Where one product reads a tensor (others may read it too, as what they add to th
 also publishes it as the product's matrix operand: times the gamma of its norm, in the type of its weights, with the
 sums of squares of each eight columns. So the product's workers need not pack it first and hand it to each other. What
 is published lies behind the tensor. See device/cuda_packed.cuh.
+
+In steps of more rows who writes gives what one node alone reads, the next one, without a norm: it packs it in the place
+of the float32 values. See device/cuda_wide_order.cuh.
 """
 
 from __future__ import annotations
@@ -48,9 +51,26 @@ def give_inputs(
     return tuple(made), sizes
 
 
+def give_wide(nodes: Sequence[TaskNode]) -> tuple[TaskNode, ...]:
+    """The nodes with `gives_wide` and `given_wide` where it can be."""
+    made = list(nodes)
+    for i, reader in enumerate(nodes[1:], 1):
+        v = reader.variant
+        if not isinstance(v, MatmulConfig) or not v.given or v.norm or _giver(nodes, reader) != i - 1:
+            continue
+        writer, name = made[i - 1], reader.tensors["input"]
+        if sum(r.tensor == name for n in nodes for r in n.task.reads(n, 0, n.tiles)) != 1:
+            continue
+        if isinstance(writer.variant, MatmulConfig | CombineConfig):
+            chunks = reader.sizes["k_unit"] // CHUNK
+            made[i - 1] = replace(writer, variant=replace(writer.variant, gives_wide=chunks))
+            made[i] = replace(made[i], variant=replace(v, given_wide=True))
+    return tuple(made)
+
+
 def _giver(nodes: Sequence[TaskNode], reader: TaskNode) -> int | None:
     """The node that can give a product its input."""
-    if reader.task is not Matmul:
+    if not isinstance(reader.variant, MatmulConfig):
         return None
     name, k = reader.tensors["input"], reader.sizes["k"]
     if k != reader.sizes["k_unit"] * reader.sizes["units"]:  # nobody would give the padding
@@ -62,7 +82,7 @@ def _giver(nodes: Sequence[TaskNode], reader: TaskNode) -> int | None:
     ]
     if len(writers) != 1 or sum(_writes(n, name) for n in nodes) != 1:
         return None
-    return writers[0] if _can_give(nodes[writers[0]], "gamma" in reader.weights) else None
+    return writers[0] if _can_give(nodes[writers[0]], reader.variant.norm) else None
 
 
 def _writes(node: TaskNode, name: str) -> bool:

@@ -19,7 +19,7 @@ from megakernel.builder.fuse import (
     Norm,
     fuse,
 )
-from megakernel.builder.giving import give_inputs, given_bytes
+from megakernel.builder.giving import give_inputs, give_wide, given_bytes
 from megakernel.builder.heads import HeadOrder, head_orders
 from megakernel.builder.layout import weight_layout
 from megakernel.builder.memory import TensorSize
@@ -188,6 +188,7 @@ class _Lowering:
             given, self.tensors = give_inputs(self.nodes, self.tensors)
             self.nodes = list(given)
         if self.limits.wide(self.target):
+            self.nodes = list(give_wide(self.nodes))
             dealt, self.tensors = deal_products(self.nodes, self.tensors, self.target.workers, self.limits.max_rows)
             self.nodes = list(dealt)
         kv_heads, head_dim = self.kv or (1, 8)

@@ -61,6 +61,10 @@ struct MatrixFlags {
   constexpr MatrixFlags handing(bool gives, bool given, bool half) const {
     return {bits | uint32_t(gives) << 4 | uint32_t(given) << 5 | uint32_t(half) << 6};
   }
+  // Of wide steps: chunks of a unit of the product that it gives its output to, or 0; half: in that type.
+  constexpr MatrixFlags giving_wide(uint32_t chunks, bool half) const {
+    return {bits | uint32_t(chunks > 0 && half) << 6 | chunks << 24};
+  }
   MK_DEVICE constexpr bool norm() const { return bits & 1; }
   MK_DEVICE constexpr bool sampled() const { return bits & 2; }
   MK_DEVICE constexpr bool bias() const { return bits & 4; }
@@ -69,7 +73,8 @@ struct MatrixFlags {
   MK_DEVICE constexpr bool given() const { return bits & 32; }
   MK_DEVICE constexpr bool half() const { return bits & 64; }
   MK_DEVICE constexpr tasks::Epilogue epilogue() const { return tasks::Epilogue(bits >> 8 & 0xff); }
-  MK_DEVICE constexpr tasks::Activation activation() const { return tasks::Activation(bits >> 16); }
+  MK_DEVICE constexpr tasks::Activation activation() const { return tasks::Activation(bits >> 16 & 0xff); }
+  MK_DEVICE constexpr uint32_t wide_chunks() const { return bits >> 24; }
 };
 
 MK_DEVICE const MatrixFields& matrix_fields(const Worker& w) {
@@ -138,6 +143,9 @@ struct Core<tasks::Matmul<kConfig>> {
   static constexpr MatrixFlags kFlags = MatrixFlags::of(
       kConfig.norm, kConfig.sampled, kConfig.bias, kConfig.softcap, kConfig.epilogue, kConfig.activation);
   static constexpr MatrixFlags kAnnounced = kFlags.handing(kConfig.gives, kConfig.given, kConfig.gives && kHalf);
+  static constexpr uint32_t kWideChunks = kGivesWide ? kConfig.gives_wide : 0;
+  static constexpr MatrixFlags kWideFlags = kFlags.giving_wide(kWideChunks, kHalf);
+  static constexpr bool kGivenWide = kGivesWide && kConfig.given_wide;
 
   // A wide step brings weights in another order.
   MK_DEVICE static bool needs_header() requires(kWide)
@@ -177,8 +185,8 @@ struct Core<tasks::Matmul<kConfig>> {
   MK_DEVICE static void load_several() {
     if constexpr (kWide) {
       if (wide()) {
-        pack_rows<kHalf, kConfig.norm>(kFlags);
-        return bring_input<kConfig.sampled, kConfig.dealt>();
+        if constexpr (!kGivenWide) pack_rows<kHalf, kConfig.norm>(kFlags);
+        return bring_input<kConfig.sampled, kConfig.dealt>(kGivenWide);
       }
     }
     if (!input_in_room(kConfig.sampled)) return load();
@@ -188,9 +196,9 @@ struct Core<tasks::Matmul<kConfig>> {
   MK_DEVICE static void consume_several() {
     if constexpr (kWide) {
       if (wide()) {
-        if constexpr (!kConfig.dealt) return consume_wide<kHalf, kFlags.bits>();
+        if constexpr (!kConfig.dealt) return consume_wide<kHalf, kWideFlags.bits>();
         consume_dealt<kHalf>();
-        return finish_dealt<kFlags.bits>();
+        return finish_dealt<kWideFlags.bits>();
       }
     }
     if (!input_in_room(kConfig.sampled)) return consume();
@@ -200,7 +208,7 @@ struct Core<tasks::Matmul<kConfig>> {
   }
   MK_DEVICE static void store_several() {
     if constexpr (kWide) {
-      if (wide()) return clear_wide<kAnnounced.bits>();
+      if (wide()) return clear_wide<kAnnounced.giving_wide(kWideChunks, kHalf).bits>();
     }
     several::store_announced<kAnnounced.bits>();
   }

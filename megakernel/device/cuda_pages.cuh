@@ -465,7 +465,8 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
       factor[i] = exp2_fast((ends[i].x - top) * kLog2e);
       total += factor[i] * ends[i].y;
     }
-    const bool whole = f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !(kSeveral && gives(*w.header));
+    const bool left = kSeveral && leaves_all(*w.header);
+    const bool whole = f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !left;
     float* partial = partial_at(w, f, row, head, item.piece);
     float* out = whole ? output_at(w, f, row, head) : partial;
 #pragma unroll 1

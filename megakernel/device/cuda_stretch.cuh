@@ -124,7 +124,7 @@ struct PageScores : PageShape<kConfig> {
 
   // Of the step of that header. What is given packed to the next product is `combine`'s to give.
   MK_DEVICE static bool one_piece(const abi::StepHeader& h, const Fields& f, uint32_t position) {
-    return f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !gives(h);
+    return f.output != abi::kNone && tasks::one_piece(position, f.window, kPiece) && !leaves_all(h);
   }
 
   MK_DEVICE static float* output_at(const Worker& w, const Fields& f, uint32_t row, uint32_t head) {

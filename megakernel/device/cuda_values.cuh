@@ -146,6 +146,8 @@ struct Core<tasks::Combine<kConfig>> {
   static constexpr uint32_t kDim = kConfig.head_dim, kStride = kDim + 2, kShares = kConfig.shares;
   static constexpr uint32_t kPairs = (kDim + 63) / 64;  // pairs of elements of a piece in one lane
   static constexpr uint32_t kAtOnce = 4;                // pieces of a warp on their way
+  static constexpr uint32_t kWideChunks = kGivesWide ? kConfig.gives_wide : 0;
+  using Given = GivenInput<kWideChunks>;
   static constexpr uint32_t kChains = kConsumers, kRound = 32 / kChains;
   static constexpr uint32_t kFew = 2;  // rows and heads of a worker that are better added by all warps, one after the other
   static_assert((kShares & (kShares - 1)) == 0);
@@ -242,6 +244,7 @@ struct Core<tasks::Combine<kConfig>> {
       row_head<kSeveral>(w, f, r, tile / kShares, all, i % kConsumers == w.warp());
     }
     if (all) c.free_input();
+    if (kSeveral && gives_wide(*w.header)) count_given(w, record);
     if (record.signal != abi::kNone) {
       w.sync();
       if (w.lane() == 0) signal_counter(w, record);
@@ -251,7 +254,7 @@ struct Core<tasks::Combine<kConfig>> {
 
   // Of the step of that header.
   MK_DEVICE static bool one_piece(const abi::StepHeader& h, const Fields& f, const abi::Row& row) {
-    return f.direct && tasks::one_piece(row.position, f.window, kConfig.piece_tokens) && !gives(h);
+    return f.direct && tasks::one_piece(row.position, f.window, kConfig.piece_tokens) && !leaves_all(h);
   }
 
   // Whether one of the record's tiles has the row.
@@ -284,7 +287,7 @@ struct Core<tasks::Combine<kConfig>> {
       const uint32_t first = tile / kShares * kDim, columns = (kShares > 1 ? 1 : record.tile_count) * kDim;
       float* out = tasks::workspace<float>(w, f.output) + first;
 #pragma unroll 1
-      for (uint32_t r = tile % kShares; r < w.last->rows; r += kShares) {
+      for (uint32_t r = tile % kShares; r < Given::rows(*w.last); r += kShares) {
         if (one_piece(*w.last, f, w.last->row[r])) continue;
 #pragma unroll 1
         for (uint32_t i = w.warp_lane(); i < columns; i += 32) clear(before(w, out + r * kConfig.heads * kDim + i));
@@ -303,7 +306,7 @@ struct Core<tasks::Combine<kConfig>> {
   MK_DEVICE static void row_head(Worker& w, const Fields& f, uint32_t r, uint32_t h, bool all, bool mine) {
     const uint32_t position = w.header->row[r].position;
     const Pieces of(f, position);
-    if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && gives(*w.header))) return;
+    if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && leaves_all(*w.header))) return;
     const bool together = of.many() && all;
     if (!together && !mine) return;
     const Output<kSeveral> out{w, f, r, h};
@@ -335,20 +338,34 @@ struct Core<tasks::Combine<kConfig>> {
     MK_DEVICE const float* pieces() const {
       return tasks::workspace<const float>(w, f.partials) + (uint64_t(r) * kConfig.heads + h) * f.max_pieces * kStride;
     }
+    MK_DEVICE bool wide() const { return kSeveral && gives_wide(*w.header); }  // it gives the packed form alone
     MK_DEVICE void put(uint32_t d, float v) const {
-      publish(tasks::workspace<float>(w, f.output) + (uint64_t(r) * kConfig.heads + h) * kDim + d, v);
+      if (!wide()) publish(tasks::workspace<float>(w, f.output) + (uint64_t(r) * kConfig.heads + h) * kDim + d, v);
     }
     // Columns d and d + 1, packed.
     MK_DEVICE void give(uint32_t d, float low, float high) const {
-      store_word(given_pair(w, f, r, h * kDim + d), pack<kConfig.half>(low, high));
+      const uint32_t column = h * kDim + d;
+      store_word(wide() ? Given(w, f.output, kConfig.heads * kDim).pair(r, column) : given_pair(w, f, r, column),
+                 pack<kConfig.half>(low, high));
     }
-    MK_DEVICE bool given() const { return kSeveral && kConfig.gives && gives(*w.header); }
+    MK_DEVICE bool given() const { return wide() || (kSeveral && kConfig.gives && gives(*w.header)); }
     MK_DEVICE void put(uint32_t d, float low, float high) const {
       put(d, low);
       put(d + 1, high);
       if (given()) give(d, low, high);
     }
   };
+
+  // Of wide steps; and how many columns these were.
+  MK_DEVICE static bool gives_wide(const abi::StepHeader& h) { return kWideChunks > 0 && is_wide(h); }
+  MK_DEVICE static void count_given(Worker& w, const abi::Record& record) {
+    w.sync();
+    uint32_t count = 0;  // (row, head)
+    for (uint32_t i = 0; i < record.tile_count; ++i) {
+      count += (w.header->rows + kShares - 1 - (record.tile_begin + i) % kShares) / kShares;
+    }
+    if (w.lane() == 0) Given::count(w, uint64_t(count) * kDim);
+  }
 
   // Two columns of the output, packed for the product that reads it.
   MK_DEVICE static uint32_t* given_pair(const Worker& w, const Fields& f, uint32_t r, uint32_t column) {

@@ -6,9 +6,10 @@
 // order of the stages: of a group of tiles, for each share, for as many units as fit, the share's chunks of them, of the
 // input and of all tiles of the group (a slice). Each byte of the weights comes once a step.
 //
-// The input is packed once, by the loaders of all workers that have tiles of the product: each packs some (row, share),
-// behind the product's output and the room of narrow steps, and when all have said so on a counter they copy slices of it
-// into their rings. The producer brings the weights alone, so it waits for nothing but room.
+// The input is packed once: by the node before the product, where it can be given (builder/giving.py); else by the loaders of
+// all workers that have tiles of the product: each packs some (row, share), behind the product's output and the room of narrow
+// steps. When all have said so on a counter the loaders copy slices of it into their rings. The producer brings the weights
+// alone, so it waits for nothing but room.
 //
 // A worker with two tiles would bring a long input for little. So a product may be dealt by shares (builder/dealing.py): a
 // worker multiplies as many (share, tile) as its own tiles have, but most of one share, publishes the sums of each for all

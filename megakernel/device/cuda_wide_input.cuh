@@ -1,10 +1,10 @@
-// The input of a wide product: packed by the loaders, and brought by them. Part of cuda_wide.cuh.
+// The input of a wide product: packed by the loaders, unless it is given, and brought by them. Part of cuda_wide.cuh.
 //
 // Loaders and consumers meet twice in a product, at the barriers of the scratch that other inputs go through. When the input is
-// packed, as far as this worker packs it, the consumers say that they are at this product: their state has the place of its
-// first stage, and all stages before that were given back. When all is brought the loaders stay until the consumers have
-// taken it, so that no copy is on its way when they wait for something else; and they ask for values of the next product
-// only then, because what all workers ask for again and again is in the way of what they copy.
+// packed, as far as this worker packs it (at once, if it is given), the consumers say that they are at this product: their
+// state has the place of its first stage, and all stages before that were given back. When all is brought the loaders stay
+// until the consumers have taken it, so that no copy is on its way when they wait for something else; and they ask for values
+// of the next product only then, because what all workers ask for again and again is in the way of what they copy.
 #pragma once
 
 namespace megakernel::dev {
@@ -66,19 +66,26 @@ __device__ __noinline__ void pack_rows(MatrixFlags flags) {
   l.save();
 }
 
+// given: by the node before, in the place of its float32 values.
 template <bool kSampled, bool kDealt>
-__device__ __noinline__ void bring_input() {
+__device__ __noinline__ void bring_input(bool given) {
   Loader l;
   l.load();
   Worker& w = l.w;
   const abi::Record& record = *w.record;
   const MatrixFields& f = matrix_fields(w);
-  const PackedInput from(w, f, kSampled);
+  PackedInput from(w, f, kSampled);
+  if (given) {
+    from.base = tasks::workspace<uint8_t>(w, f.input) - PackedInput::kSquareBytes;
+    wait_counters(w, record);
+    l.begin();
+    l.end();
+  }
   w.wait_barrier(&block().input_empty, l.parity ^ 1);  // the consumers are here
   if (Loader::index() == kLoaders - 1) {  // the one with the fewest parts to pack
     const uint32_t counter = packed_counter(w);
-    w.wait(counter_of(w, counter), kConsumers * (kSampled ? w.header->wide_sampled : w.header->wide_rows),
-           abi::FaultKind::kWaitBudget, counter);
+    const uint64_t rows = kSampled ? w.header->wide_sampled : w.header->wide_rows;
+    w.wait(counter_of(w, counter), rows * (given ? f.k : kConsumers), abi::FaultKind::kWaitBudget, counter);
     fence_global_for_copies();
     if constexpr (kDealt) {
       bring_dealt(w, from, DealtSlices(record, f, from.padded));

@@ -43,6 +43,51 @@ struct PackedInput {
 MK_DEVICE uint32_t packed_counter(const Worker& w) { return w.args.counter_count - 1 - 2 * w.record->node; }
 MK_DEVICE uint32_t sums_counter(const Worker& w) { return packed_counter(w) - 1; }
 
+// ------------------------------------------------------------------------------------------------ given inputs
+// Of some products the node before them stores the input packed, in the place of its float32 values, which nobody else
+// reads; and instead of the loaders its workers add to the product's counter, together columns times rows (builder/giving.py).
+// Of fewer than 8 rows the packed form would take more than the values.
+constexpr bool kGivesWide = kWide && kNarrowRows >= 7;
+
+MK_DEVICE bool is_wide(const abi::StepHeader& h) { return kWide && h.rows > kNarrowRows; }
+
+// Whether attention leaves all rows of the step of that header to `combine`, for which it may be to give them.
+MK_DEVICE bool leaves_all(const abi::StepHeader& h) { return gives(h) || (kGivesWide && is_wide(h)); }
+
+// A tensor whose reader has units of kChunks chunks.
+template <uint32_t kChunks>
+struct GivenInput {
+  uint8_t* base;
+  uint32_t units, padded;
+
+  MK_DEVICE GivenInput(const Worker& w, uint32_t tensor, uint32_t columns)
+      : base(tasks::workspace<uint8_t>(w, tensor)), units(columns / (kChunks * 32)), padded(padded_rows(w, false)) {}
+
+  // Of columns 2 i and 2 i + 1; beside it is that of the row 8 below. See PackedInput.
+  MK_DEVICE uint32_t* pair(uint32_t row, uint32_t column) const {
+    const uint32_t unit = column / (kChunks * 32), chunk = column / 32 - unit * kChunks;
+    const uint32_t share = ((chunk + 1) * kConsumers - 1) / kChunks, first = share * kChunks / kConsumers;
+    const uint32_t count = (share + 1) * kChunks / kConsumers - first;
+    uint8_t* operand = base + uint64_t(first * units + unit * count + chunk - first) * (padded * 64) + row / 16 * 1024;
+    operand += column % 8 / 4 * 512 + (row % 8 * 4 + column % 32 / 8) * 16 + column % 4 / 2 * 8;
+    return reinterpret_cast<uint32_t*>(operand) + row / 8 % 2;
+  }
+
+  // By one lane, when the group has met.
+  MK_DEVICE static void count(const Worker& w, uint64_t columns) {
+    if (columns > 0) add_release(counter_of(w, packed_counter(w) - 2), columns);
+  }
+  // Rows of float32 in whose place it was in the step of that header.
+  MK_DEVICE static uint32_t rows(const abi::StepHeader& h) { return is_wide(h) ? (h.rows + 15) / 16 * 8 : h.rows; }
+};
+template <>
+struct GivenInput<0> {  // of what gives nothing
+  MK_DEVICE GivenInput(const Worker&, uint32_t, uint32_t) {}
+  MK_DEVICE uint32_t* pair(uint32_t, uint32_t) const { return nullptr; }
+  MK_DEVICE static void count(const Worker&, uint64_t) {}
+  MK_DEVICE static uint32_t rows(const abi::StepHeader& h) { return h.rows; }
+};
+
 // How a record's tiles go in groups, and how many units of a share make a slice: as many as fit a stage.
 struct WideShape {
   uint32_t chunks, units, tiles, group, row_bytes;  // row_bytes: of a chunk of the input

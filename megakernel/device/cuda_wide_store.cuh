@@ -83,6 +83,7 @@ struct WideStorer {
   static constexpr MatrixFlags flags{kFlags};
   static constexpr uint32_t kWidth = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
   static constexpr bool kResidual = flags.epilogue() == tasks::Epilogue::kResidual;
+  static constexpr bool kGives = flags.wide_chunks() > 0;
   Worker& w;
   const MatrixFields& f;
   const PackedInput& packed;
@@ -117,6 +118,8 @@ struct WideStorer {
         const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
         bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
       }
+      [[maybe_unused]] uint32_t *given, word[2];  // of rows g and g + 8
+      if constexpr (kGives) given = GivenInput<flags.wide_chunks()>(w, f.output, f.n).pair(g, column);
       float residual[4][2];
       if constexpr (kResidual) fetch_residual(part, column, residual);
 #pragma unroll
@@ -125,10 +128,18 @@ struct WideStorer {
         if (i >= part.row_tiles) break;
         const uint32_t row = part.row_tile(i) * 16 + h * 8 + g;
         const float scaled = flags.norm() ? __shfl_sync(0xffffffffu, own, i * 16 + h * 8 + g) : 1.0f;
+        const auto value = [&](uint32_t e) {
+          return finish((total(sums[i][j][h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[k][e] : 0.0f);
+        };
+        if constexpr (kGives) {  // rows that are none are read by nobody
+          word[h] = pack<flags.half()>(value(0), value(1));
+          if (h == 1 && pair < kWidth) store_long(given + part.row_tile(i) * 256, uint64_t(word[1]) << 32 | word[0]);
+          continue;
+        }
         unsigned long long largest = 0;
 #pragma unroll
         for (uint32_t e = 0; e < 2; ++e) {
-          const float v = finish((total(sums[i][j][h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[k][e] : 0.0f);
+          const float v = value(e);
           const bool active = pair + e < kWidth && column + e < f.n && row < rows;
           float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column + e;
           if (active && flags.sampled()) *out = v;
@@ -151,9 +162,11 @@ struct WideStorer {
         if constexpr (abi::kRanks > 1) send_largest(w, row, best()[row], record.tile_count);
       }
     }
-    if (record.signal == abi::kNone) return;
+    if (!kGives && record.signal == abi::kNone) return;
     w.sync();
-    if (w.lane() == 0) signal_counter(w, record);
+    if (w.lane() != 0) return;
+    if constexpr (kGives) GivenInput<flags.wide_chunks()>::count(w, uint64_t(record.tile_count * kWidth) * rows);
+    signal_counter(w, record);
   }
 
  private:
@@ -221,8 +234,9 @@ __device__ __noinline__ void clear_wide() {
     constexpr uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
     float* past = before(w, tasks::workspace<float>(w, f.output));
     const uint32_t first = record.tile_begin * width, end = tasks::least(f.n, first + record.tile_count * width);
+    const uint32_t past_rows = GivenInput<flags.wide_chunks()>::rows(*w.last);
 #pragma unroll 1
-    for (uint32_t r = 0; r < w.last->rows; ++r) {
+    for (uint32_t r = 0; r < past_rows; ++r) {
 #pragma unroll 1
       for (uint32_t i = first + w.warp_lane(); i < end; i += 32) clear(past + uint64_t(r) * f.n + i);
     }

@@ -11,6 +11,7 @@ struct CombineConfig {
   int piece_tokens = 256;
   bool gives = false;
   bool half = false;
+  int gives_wide = 0;
 };
 
 template <CombineConfig kConfig>

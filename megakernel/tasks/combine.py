@@ -30,6 +30,7 @@ class CombineConfig(Variant):
     piece_tokens: int = 256
     gives: bool = False  # in steps of several rows it publishes its output packed, too, for the product that reads it
     half: bool = False  # in float16, not bfloat16
+    gives_wide: int = 0  # as of a product, see MatmulConfig
 
 
 class Combine(Task):

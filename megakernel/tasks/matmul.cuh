@@ -21,6 +21,8 @@ struct MatmulConfig {
   bool gives = false;
   bool given = false;
   bool dealt = false;
+  int gives_wide = 0;
+  bool given_wide = false;
 };
 
 template <Activation kActivation>

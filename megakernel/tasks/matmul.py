@@ -64,6 +64,8 @@ class MatmulConfig(Variant):
     gives: bool = False  # in steps of several rows its output is published packed, too, for the product that reads it
     given: bool = False  # and its input comes so
     dealt: bool = False  # in steps of many rows a worker multiplies a share of many tiles, see builder/dealing.py
+    gives_wide: int = 0  # in such steps it gives the next node its output packed: chunks of that one's units
+    given_wide: bool = False  # and so its input comes
 
 
 class Matmul(Task):

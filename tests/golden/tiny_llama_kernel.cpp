@@ -16,12 +16,12 @@
 namespace megakernel::tasks {
 using Tasks = TaskList<
     Embedding<EmbeddingConfig{.dtype = DType::kF32, .positions = false, .inputs = false, .gives = false}>,
-    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kStore, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false, .rounds = 0, .even = false, .gives = false, .given = false, .dealt = false}>,
+    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kStore, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false, .rounds = 0, .even = false, .gives = false, .given = false, .dealt = false, .gives_wide = 0, .given_wide = false}>,
     Attention<AttentionConfig{.kv_dtype = DType::kF32, .head_dim = 8, .group = 3, .kv_heads = 2, .rotary_dim = 8, .interleaved = false, .page_tokens = 32, .piece_tokens = 256, .q_norm = false, .k_norm = false, .softcap = false}>,
-    Combine<CombineConfig{.head_dim = 8, .heads = 6, .shares = 1, .piece_tokens = 256, .gives = false, .half = false}>,
-    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = false, .epilogue = Epilogue::kResidual, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false, .rounds = 0, .even = false, .gives = false, .given = false, .dealt = false}>,
-    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kGlu, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false, .rounds = 0, .even = false, .gives = false, .given = false, .dealt = false}>,
-    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kStore, .activation = Activation::kSilu, .bias = false, .sampled = true, .softcap = false, .rounds = 0, .even = false, .gives = false, .given = false, .dealt = false}>,
+    Combine<CombineConfig{.head_dim = 8, .heads = 6, .shares = 1, .piece_tokens = 256, .gives = false, .half = false, .gives_wide = 0}>,
+    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = false, .epilogue = Epilogue::kResidual, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false, .rounds = 0, .even = false, .gives = false, .given = false, .dealt = false, .gives_wide = 0, .given_wide = false}>,
+    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kGlu, .activation = Activation::kSilu, .bias = true, .sampled = false, .softcap = false, .rounds = 0, .even = false, .gives = false, .given = false, .dealt = false, .gives_wide = 0, .given_wide = false}>,
+    Matmul<MatmulConfig{.dtype = DType::kF32, .tile_n = 32, .norm = true, .epilogue = Epilogue::kStore, .activation = Activation::kSilu, .bias = false, .sampled = true, .softcap = false, .rounds = 0, .even = false, .gives = false, .given = false, .dealt = false, .gives_wide = 0, .given_wide = false}>,
     Sample<SampleConfig{}>,
     Advance<AdvanceConfig{.inputs = false, .paced = true}>>;
 }  // namespace megakernel::tasks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,21 @@ def test_inputs_are_given_packed_by_who_writes_them(rows: int) -> None:
             assert not _normed(node) or writer.weights["gamma"] == node.weights["gamma"]
             size, k = made.tensors[node.tensors["input"]], node.sizes["k"]
             assert size.bytes >= -(-rows * k * 4 // 256) * 256 + 16 * k // 32 * (16 + 64)
+
+
+@pytest.mark.parametrize("rows", [16, 48])
+def test_inputs_without_a_norm_are_given_in_wide_steps(rows: int) -> None:
+    """o by `combine` and down by gate and up, in chunks of their own units; not sums, which others read, too."""
+    config = {**CONFIG, "head_dim": 32, "max_position_embeddings": 512}
+    nodes = make_plan(config, find_target("sm_90a"), max_rows=rows, max_slots=4, max_context=512).lowered.nodes
+    found = []
+    for writer, reader in pairwise(nodes):
+        if getattr(reader.variant, "given_wide", False):
+            assert not _normed(reader) and writer.tensors["output"] == reader.tensors["input"]
+            assert getattr(writer.variant, "gives_wide", 0) == reader.sizes["k_unit"] // 32 > 0
+            found.append(reader.name)
+    assert found == ([n.name for n in nodes if n.task is Matmul and not _normed(n)] if rows > 16 else [])
+    assert len(found) == sum(getattr(n.variant, "gives_wide", 0) > 0 for n in nodes)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "neox"])
