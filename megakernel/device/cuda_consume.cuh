@@ -293,6 +293,22 @@ __device__ __noinline__ void consume_few(MatrixFlags flags) {
   consume_as<kHalf, FewRows, Share, kRowStages>(flags);
 }
 
+// The same of products whose outputs are added to something: that, and where they go, is known before the input is there.
+template <bool kHalf, uint32_t kFlags>
+__device__ __noinline__ void consume_few_adding() {
+  constexpr MatrixFlags flags{kFlags};
+  Consumer c;
+  c.load();
+  c.ring.end = kRowStages;
+  OwnRows<kFlags, false> own{c.w, matrix_fields(c.w), c.w.header->rows};
+  const LastBlock last(*c.w.record);
+  own.ask(last.tile, last.tiles);
+  consume_blocks<kHalf, FewRows, Share>(c, flags);
+  c.save_own();
+  const LastSums sums;
+  own.store(sums.slot, sums.parity, [](const auto& from, const float* at, uint32_t r) { return from.factor(from.squares(at, r)); });
+}
+
 // More than 8 rows: there are no registers for two tiles at a time.
 template <bool kHalf, uint32_t kFlags>
 __device__ __noinline__ void consume_tile() {

@@ -423,12 +423,32 @@ __device__ __noinline__ void store_own_rows(uint32_t tile, uint32_t tiles, uint3
   own.store(slot, parity, [](const auto& from, const float* sums, uint32_t r) { return from.factor(from.squares(sums, r)); });
 }
 
+// The last block of the record at work.
+struct LastBlock {
+  uint32_t tile, tiles;
+
+  MK_DEVICE explicit LastBlock(const abi::Record& record) {
+    const uint32_t first = (record.tile_count - 1) / kBlockTiles * kBlockTiles;
+    tile = record.tile_begin + first, tiles = record.tile_count - first;
+  }
+};
+
+// Where its sums are when a consumer has put its own.
+struct LastSums {
+  uint32_t slot, parity;
+
+  MK_DEVICE LastSums() {
+    const RoleState& s = own_state();
+    slot = Sums::slot(s.sums_slot - 1, Sums::room(block().header[s.step & 1]));
+    parity = (s.sums_parity >> slot & 1) ^ 1;
+  }
+};
+
 template <uint32_t kFlags>
 MK_DEVICE void store_last_rows() {
-  const RoleState& s = own_state();
-  const uint32_t slot = Sums::slot(s.sums_slot - 1, Sums::room(block().header[s.step & 1]));
-  const uint32_t first = (s.record->tile_count - 1) / kBlockTiles * kBlockTiles;
-  store_own_rows<kFlags>(s.record->tile_begin + first, s.record->tile_count - first, slot, (s.sums_parity >> slot & 1) ^ 1);
+  const LastBlock last(*own_state().record);
+  const LastSums sums;
+  store_own_rows<kFlags>(last.tile, last.tiles, sums.slot, sums.parity);
 }
 
 // What each consumer has found in its rows of the logits.
