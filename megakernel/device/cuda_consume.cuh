@@ -306,7 +306,9 @@ __device__ __noinline__ void consume_few_adding() {
   consume_blocks<kHalf, FewRows, Share>(c, flags);
   c.save_own();
   const LastSums sums;
-  own.store(sums.slot, sums.parity, [](const auto& from, const float* at, uint32_t r) { return from.factor(from.squares(at, r)); });
+  own.store(sums.slot, sums.parity, [](const auto& from, const float* at, uint32_t r) {
+    return from.factor(from.squares(at, r));
+  });
 }
 
 // More than 8 rows: there are no registers for two tiles at a time.
