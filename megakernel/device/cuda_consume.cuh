@@ -293,6 +293,24 @@ __device__ __noinline__ void consume_few(MatrixFlags flags) {
   consume_as<kHalf, FewRows, Share, kRowStages>(flags);
 }
 
+// The same of products whose outputs are added to something: that, and where they go, is known before the input is there.
+template <bool kHalf, uint32_t kFlags>
+__device__ __noinline__ void consume_few_adding() {
+  constexpr MatrixFlags flags{kFlags};
+  Consumer c;
+  c.load();
+  c.ring.end = kRowStages;
+  OwnRows<kFlags, false> own{c.w, matrix_fields(c.w), c.w.header->rows};
+  const LastBlock last(*c.w.record);
+  own.ask(last.tile, last.tiles);
+  consume_blocks<kHalf, FewRows, Share>(c, flags);
+  c.save_own();
+  const LastSums sums;
+  own.store(sums.slot, sums.parity, [](const auto& from, const float* at, uint32_t r) {
+    return from.factor(from.squares(at, r));
+  });
+}
+
 // More than 8 rows: there are no registers for two tiles at a time.
 template <bool kHalf, uint32_t kFlags>
 __device__ __noinline__ void consume_tile() {
@@ -309,10 +327,14 @@ __device__ __noinline__ void consume_tile() {
   RoomInput<kHalf, true> input(w, rows);
   input.begin(c, f, share, flags);
   if constexpr (flags.sampled()) begin_best(w);
+  OwnRows<kFlags, true> own{w, f, rows};
   HandOver out;
+  out.begin(c);
 #pragma unroll 1
   for (uint32_t first = 0; first < record.tile_count; first += kBlockTiles) {
     const uint32_t tiles = tasks::least(kBlockTiles, record.tile_count - first);
+    const bool ours = consumers_store(rows, f.units, flags.sampled(), first + kBlockTiles >= record.tile_count);
+    if (ours) own.ask(record.tile_begin + first, tiles);
     Chains d[kBlockTiles];
     clear_chains(d);
 #pragma unroll 1
@@ -324,13 +346,17 @@ __device__ __noinline__ void consume_tile() {
         if (t < tiles) take_one<kHalf>(c, d[t], x, places);
       }
     }
-    input.finish(c);
-    out.begin(c);
-    out.put(c, input, d, rows, flags.norm());
+    if (flags.norm() && first == 0) input.finish(c);
+    if (first > 0) out.begin(c);
+    out.put(c, input, d, rows, flags.norm() && !ours);
     input.restart();
-    if (!consumers_store(rows, f.units, flags.sampled(), first + kBlockTiles >= record.tile_count)) continue;
-    store_own_rows<kFlags>(record.tile_begin + first, tiles, out.at & 1, (w.state().sums_parity >> (out.at & 1) & 1) ^ 1);
+    if (!ours) continue;
+    const uint32_t slot = out.at & 1;
+    own.store(slot, (w.state().sums_parity >> slot & 1) ^ 1, [](const auto& from, const float*, uint32_t r) {
+      return from.factor(Room::squares() + r * kConsumers);
+    });
   }
+  if (!flags.norm()) input.finish(c);  // nothing was wanted of it
   input.leave(c, f);
   c.save_own();
   if constexpr (flags.sampled()) end_best<kFlags>();

@@ -282,8 +282,9 @@ struct ManyRows {
 
   MK_DEVICE void fragments(
       Worker& w, const MatrixFields& f, const Share& share, MatrixFlags flags, uint32_t unit, Fragments<true>& a) {
+    // All of it: what is not known to be written keeps its registers in every function on the way here.
 #pragma unroll
-    for (uint32_t i = 0; i < kMaxChunks; ++i) a.high[i] = Quad{0, 0, 0, 0};
+    for (uint32_t i = 0; i < kMaxChunks; ++i) a.low[i] = a.high[i] = Quad{0, 0, 0, 0};
 #pragma unroll 1
     for (uint32_t h = 0; h < (rows > 8 ? 2u : 1u); ++h) {
       Quad out[kMaxChunks];

@@ -203,6 +203,9 @@ struct Core<tasks::Matmul<kConfig>> {
     }
     if (!input_in_room(kConfig.sampled)) return consume();
     if (rows() > 8) return several::consume_tile<kHalf, kAnnounced.bits>();
+    if constexpr (kConfig.epilogue == tasks::Epilogue::kResidual && !kConfig.sampled) {
+      return several::consume_few_adding<kHalf, kAnnounced.bits>();
+    }
     several::consume_few<kHalf>(kFlags);
     if constexpr (!kConfig.sampled) several::store_last_rows<kAnnounced.bits>();
   }

@@ -73,6 +73,21 @@ struct Parts {
 };
 
 // ------------------------------------------------------------------------------------------------ giving
+// Of a pair of lanes one column each, by the first of them.
+template <bool kHalf>
+MK_DEVICE void give_pair(uint32_t* to, float x, bool first) {
+  const float next = __shfl_down_sync(0xffffffffu, x, 1);
+  if (first) store_word(to, pack<kHalf>(x, next));
+}
+
+// Of eight lanes the sum of squares, by the first of them.
+MK_DEVICE void give_square(float* to, float v, bool first) {
+  float all[8];
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) all[i] = __shfl_sync(0xffffffffu, v, i, 8);
+  if (first) publish(to, sum_of_squares(all));
+}
+
 // What a lane publishes for the product that reads it, beside its output; of a product that gives nothing, nothing. Lanes
 // of eight columns, or of four, are side by side.
 template <uint32_t kFlags>
@@ -101,13 +116,8 @@ struct Giver {
   MK_DEVICE void put(uint32_t row, float v) const {
     if constexpr (!kOn) return;
     if (!on) return;
-    const float x = v * gamma, next = __shfl_down_sync(0xffffffffu, x, 1);
-    if (first) store_word(pair_of(row), pack<flags.half()>(x, next));
-    if (flags.norm() || !normed) return;
-    float all[8];
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) all[i] = __shfl_sync(0xffffffffu, v, (lane_of_warp() & 24) + i);
-    if (third) publish(square + row * row_squares, sum_of_squares(all));
+    give_pair<flags.half()>(pair_of(row), v * gamma, first);
+    if (!flags.norm() && normed) give_square(square + row * row_squares, v, third);
   }
 
   // What the step before left.

@@ -25,6 +25,13 @@ struct RoomLoader {
     high = from.octet(sampled && row + 8 < n ? picked[row + 8] : row + 8, column);
   }
 
+  // Until the consumers have left the places of stages that stay: before their values come.
+  MK_DEVICE void reserve(uint32_t stages) {
+#pragma unroll 1
+    for (uint32_t slot = 0; slot < stages; ++slot) l.w.wait_barrier(&block().room_empty[slot], (parity >> slot & 1) ^ 1);
+    parity ^= (1u << stages) - 1;
+  }
+
   // Stages that stay are brought a quarter by each warp, all at once.
   MK_DEVICE void run(uint32_t stages) {
 #pragma unroll 1
@@ -39,13 +46,16 @@ struct RoomLoader {
   // is asked for at once.
   MK_DEVICE void pass(uint32_t stages) {
     const uint32_t own = Loader::index();
+    uint32_t unit = own / halves;  // less than all, as the input does not fit the room
 #pragma unroll 1
     for (uint32_t stage = own; own < kRoomStages && stage < stages; stage += kRoomStages) {
       l.w.wait_barrier(&block().room_empty[own], (parity >> own & 1) ^ 1);
       parity ^= 1u << own;
-      fill(stage, stage + kRoomStages >= stages);
+      fill(stage, unit, stage + kRoomStages >= stages);
       // What passes through is hardly waited for any more: weights need not be held back.
       if (own == 0) store_volatile(&block().asking, 0);
+      unit += kRoomStages / halves;
+      if (unit >= units) unit -= units;
     }
 #pragma unroll
     for (uint32_t slot = 0; slot < kRoomStages; ++slot) {
@@ -70,57 +80,70 @@ struct RoomLoader {
 
  private:
   MK_DEVICE uint32_t half_of(uint32_t stage) const { return stage & (halves - 1); }
-  MK_DEVICE bool has(uint32_t stage, uint32_t i) const {
-    return half_of(stage) * 8 + l.w.warp_lane() / 4 < rows && first + i < chunks;
+  // Whether there is this lane's row.
+  MK_DEVICE bool has_row(uint32_t stage) const { return half_of(stage) * 8 + l.w.warp_lane() / 4 < rows; }
+  MK_DEVICE const uint8_t* source(uint32_t stage, uint32_t unit) const {
+    return (half_of(stage) ? high : low) + unit * chunks * 512;
   }
-  MK_DEVICE const uint8_t* source(uint32_t stage) const {
-    return (half_of(stage) ? high : low) + (halves == 2 ? stage / 2 : stage) % units * chunks * 512;
-  }
+  // Of a stage that stays.
+  MK_DEVICE const uint8_t* source(uint32_t stage) const { return source(stage, stage >> (halves - 1)); }
   MK_DEVICE uint8_t* place(uint32_t stage) const {
     return block().ring[kRowStages + stage % kRoomStages] + first * 512 + l.w.warp_lane() * 16;
   }
 
-  // A whole stage. last: of this warp's place, which is part of the ring again then.
-  MK_DEVICE void fill(uint32_t stage, bool last) {
-    const uint8_t* p = source(stage) - first * 512;
-    uint8_t* to = place(stage) - first * 512;
-    const bool there = half_of(stage) * 8 + l.w.warp_lane() / 4 < rows;
-#pragma unroll 4
-    for (uint32_t i = 0; i < chunks; ++i) {
-      if (there) copy_quad(to + i * 512, p + i * 512);
-    }
-    l.w.spin([&] {
-      commit_quads();
-      await_quads<0>();
-      bool missing = false;
-#pragma unroll 4
-      for (uint32_t i = 0; i < chunks; ++i) missing |= invalid(*reinterpret_cast<const Quad*>(to + i * 512));
-      if (!__any_sync(0xffffffffu, there && missing)) return true;
+  // f(bytes from the first) of so many chunks, mostly eights of them.
+  template <class F>
+  MK_DEVICE static void each_chunk(uint32_t count, F f) {
+    uint32_t i = 0;
 #pragma unroll 1
-      for (uint32_t i = 0; i < chunks; ++i) {
+    for (; i + 8 <= count; i += 8) {
+#pragma unroll
+      for (uint32_t j = 0; j < 8; ++j) f(i * 512 + j * 512);
+    }
+#pragma unroll 1
+    for (; i < count; ++i) f(i * 512);
+  }
+
+  // Asks for chunks, by lanes that have a row.
+  MK_DEVICE static void ask(uint8_t* to, const uint8_t* p, uint32_t count, bool there) {
+    if (there) each_chunk(count, [&](uint32_t at) { copy_quad(to + at, p + at); });
+    commit_quads();
+  }
+
+  // Until all that was asked for is valid. What is not is asked for again.
+  MK_DEVICE void await_valid(uint8_t* to, const uint8_t* p, uint32_t count, bool there, uint32_t stage) {
+    l.w.spin([&] {
+      uint32_t all = 0;
+      if (there) each_chunk(count, [&](uint32_t at) { all = larger(all, worst(*reinterpret_cast<const Quad*>(to + at))); });
+      if (!__any_sync(0xffffffffu, all == kInvalid)) return true;
+#pragma unroll 1
+      for (uint32_t i = 0; i < count; ++i) {
         if (there && invalid(*reinterpret_cast<const Quad*>(to + i * 512))) copy_quad(to + i * 512, p + i * 512);
       }
+      commit_quads();
+      await_quads<0>();
       return false;
     }, abi::FaultKind::kValueBudget, stage);
     trace::ready_now(l.w, abi::Role::kLoader);
+  }
+
+  // A whole stage. last: of this warp's place, which is part of the ring again then.
+  MK_DEVICE void fill(uint32_t stage, uint32_t unit, bool last) {
+    const uint8_t* p = source(stage, unit) - first * 512;
+    uint8_t* to = place(stage) - first * 512;
+    ask(to, p, chunks, has_row(stage));
+    await_quads<0>();
+    await_valid(to, p, chunks, has_row(stage), stage);
     if (last) fence_shared_for_copies();
     __syncwarp();
 #pragma unroll
     for (uint32_t i = 0; i < kLoaders; ++i) barrier_arrive_warp(&block().room_full[stage % kRoomStages]);
   }
 
-  MK_DEVICE void begin(uint32_t stage) {
-    const uint32_t slot = stage % kRoomStages;
-    l.w.wait_barrier(&block().room_empty[slot], (parity >> slot & 1) ^ 1);
-    parity ^= 1u << slot;
-    const uint8_t* p = source(stage);
-    uint8_t* to = place(stage);
-#pragma unroll
-    for (uint32_t i = 0; i < kChunks; ++i) {
-      if (has(stage, i)) copy_quad(to + i * 512, p + i * 512);
-    }
-    commit_quads();
-  }
+  // This warp's chunks of a unit.
+  MK_DEVICE uint32_t own_chunks() const { return chunks > first ? tasks::least(kChunks, chunks - first) : 0; }
+
+  MK_DEVICE void begin(uint32_t stage) { ask(place(stage), source(stage), own_chunks(), has_row(stage)); }
 
   // `later`: stages that were asked for after it.
   MK_DEVICE void await(uint32_t stage, uint32_t later) {
@@ -129,22 +152,7 @@ struct RoomLoader {
     if (later == 1) await_quads<1>();
     if (later == 2) await_quads<2>();
     if (later == 3) await_quads<3>();
-    const uint8_t* p = source(stage);
-    uint8_t* at = place(stage);
-    l.w.spin([&] {
-      bool missing = false;
-#pragma unroll
-      for (uint32_t i = 0; i < kChunks; ++i) {
-        if (!has(stage, i) || !invalid(*reinterpret_cast<const Quad*>(at + i * 512))) continue;
-        missing = true;
-        copy_quad(at + i * 512, p + i * 512);
-      }
-      if (!__any_sync(0xffffffffu, missing)) return true;
-      commit_quads();
-      await_quads<0>();
-      return false;
-    }, abi::FaultKind::kValueBudget, stage);
-    trace::ready_now(l.w, abi::Role::kLoader);
+    await_valid(place(stage), source(stage), own_chunks(), has_row(stage), stage);
     __syncwarp();
     barrier_arrive_warp(&block().room_full[stage % kRoomStages]);
   }
@@ -233,6 +241,7 @@ __device__ __noinline__ void bring_rows(MatrixFlags flags) {
     wait_counters(l.w, *l.w.record);
     l.begin();
     RoomLoader loader(l, f, given, rows, flags.sampled());
+    if (room.stays) loader.reserve(stages);
     loader.probe(given, flags.sampled());
     if (room.stays) loader.run(stages);
     if (flags.norm()) add_given_squares(l.w, f, given, rows, flags.sampled());
@@ -241,6 +250,7 @@ __device__ __noinline__ void bring_rows(MatrixFlags flags) {
     const PackedRows packed(l.w, f, flags.sampled());
     l.begin();
     RoomLoader loader(l, f, packed, rows, false);
+    if (room.stays) loader.reserve(stages);
     loader.probe(packed, false);
     if (room.stays) loader.run(stages);
     if (flags.norm()) bring_squares(l.w, packed, rows);

@@ -69,15 +69,67 @@ MK_DEVICE void begin_best(const Worker& w) {
   __syncwarp();
 }
 
-// Lane = output of a block: tile lane / 8, row lane % 8 of its weights. What can be known before the sums come is.
+// What becomes of a block's sums. Lane = output of it: tile lane / 8, row lane % 8 of its weights.
 template <uint32_t kFlags>
-struct RowStorer {
+struct BlockSums {
   static constexpr MatrixFlags flags{kFlags};
-  Storer& s;
   const MatrixFields& f;
   const uint32_t rows;
   const uint32_t n = f.n;
   const float inverse_k = 1.0f / float(f.k), eps = f.eps, scale = f.scale;
+
+  // Of the shares of a row, behind the sums.
+  MK_DEVICE const float* squares(const float* sums, uint32_t r) const {
+    return sums + kConsumers * (Sums::kOutputs * rows + r);
+  }
+
+  // The norm's factor of a row.
+  MK_DEVICE float factor(const float* shares) const {
+    if constexpr (!flags.norm()) return 1.0f;
+    const auto* squares = reinterpret_cast<const float4*>(shares);
+    const float4 a = squares[0], b = squares[1];
+    return rsqrtf((a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w) * inverse_k + eps);
+  }
+
+  // The warps' sums, in order, and the norm's factor.
+  MK_DEVICE static float total(const float* sums, uint32_t r, uint32_t lane, float factor) {
+    float part[kConsumers];
+#pragma unroll
+    for (uint32_t i = 0; i < kConsumers; ++i) part[i] = sums[(r * kConsumers + i) * Sums::kOutputs + lane];
+    float v = part[0];
+#pragma unroll
+    for (uint32_t i = 1; i < kConsumers; ++i) v += part[i];
+    return flags.norm() ? v * factor : v;
+  }
+  MK_DEVICE float total(const float* sums, uint32_t r, uint32_t lane) const {
+    return total(sums, r, lane, factor(squares(sums, r)));
+  }
+
+  MK_DEVICE float finish(float v, float residual) const {
+    if constexpr (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
+      const float up = flags.epilogue() == tasks::Epilogue::kGlu ? __shfl_down_sync(0xffffffffu, v, 4) : 1.0f;
+      v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
+      v *= up;
+    }
+    if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
+    return v + residual;
+  }
+
+  MK_DEVICE void put(float* p, float v) const {
+    if (flags.sampled()) {
+      *p = v;
+    } else {
+      publish(p, v);
+    }
+  }
+};
+
+// What can be known before the sums come is.
+template <uint32_t kFlags>
+struct RowStorer : BlockSums<kFlags> {
+  using BlockSums<kFlags>::flags, BlockSums<kFlags>::f, BlockSums<kFlags>::rows, BlockSums<kFlags>::n;
+  using BlockSums<kFlags>::scale, BlockSums<kFlags>::total, BlockSums<kFlags>::finish, BlockSums<kFlags>::put;
+  Storer& s;
   uint64_t best = 0;  // of row `lane`, see Largest
   [[no_unique_address]] trace::Once once;
 
@@ -170,44 +222,6 @@ struct RowStorer {
     for (uint32_t r = 0; r < w.last->rows; ++r) clear(past + uint64_t(r) * n);
   }
 
-  // By each consumer: every eighth row of a block. Of sampled rows the largest so far is kept.
-  MK_DEVICE void own_rows(uint32_t tile, uint32_t tiles, uint32_t slot, uint32_t parity) {
-    Worker& w = s.w;
-    constexpr bool residual = flags.epilogue() == tasks::Epilogue::kResidual;
-    constexpr uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8, kOwn = kTileRows / kConsumers;
-    const uint32_t lane = w.warp_lane(), mine = tile + lane / 8, within = lane % 8, column = mine * width + within;
-    const bool active = lane / 8 < tiles && within < width && column < n;
-    float* out = tasks::workspace<float>(w, f.output) + column;
-    const PeerParts<flags.epilogue() == tasks::Epilogue::kSend> peers(w, f, column);
-    float bias = 0.0f;
-    if (flags.bias() && lane / 8 < tiles) bias = load_constant(tasks::weights<float>(w, f.bias) + mine * 8 + within);
-    const Giver<kFlags> giver(w, f, column, active);
-    Before several;
-    static_assert(kOwn <= Before::kRows);
-    const uint32_t count = w.warp() < rows ? (rows - w.warp() + kConsumers - 1) / kConsumers : 0;
-    if constexpr (residual) {
-      const float* old = tasks::workspace<const float>(w, f.residual) + uint64_t(w.warp()) * n + column;
-      several.fetch(w, old, n * kConsumers, active ? count : 0);
-    }
-    const float* sums = Sums::at(Sums::room(*w.header), slot);
-    w.wait_barrier(&block().sums_full[slot], parity);
-#pragma unroll
-    for (uint32_t i = 0; i < kOwn; ++i) {
-      if (i >= count) break;
-      const uint32_t r = w.warp() + i * kConsumers;
-      const float v = finish((total(sums, r, lane) + bias) * scale, residual ? several.value[i] : 0.0f);
-      giver.put(r, v);
-      if (active) peers.put(uint64_t(r) * n, v);
-      if (active) put(out + uint64_t(r) * n, v);
-      if constexpr (flags.sampled()) {
-        const uint64_t largest = Largest::of_warp(active ? Largest::key(v, column) : 0);
-        if (lane == 0 && largest > own_best()[r]) own_best()[r] = largest;
-      }
-    }
-    __syncwarp();
-    barrier_arrive_warp(&block().sums_read[slot]);
-  }
-
   // What is added to the outputs of some rows, all on its way at once.
   struct Before {
     static constexpr uint32_t kRows = 4;
@@ -223,41 +237,6 @@ struct RowStorer {
       for (uint32_t i = 0; i < kRows; ++i) value[i] = as_float(v[i]);
     }
   };
-
-  // The warps' sums, in order, and the norm's factor.
-  MK_DEVICE float total(const float* sums, uint32_t r, uint32_t lane) const {
-    float part[kConsumers];
-#pragma unroll
-    for (uint32_t i = 0; i < kConsumers; ++i) part[i] = sums[(r * kConsumers + i) * Sums::kOutputs + lane];
-    float factor = 1.0f;
-    if constexpr (flags.norm()) {
-      const auto* squares = reinterpret_cast<const float4*>(sums + kConsumers * (Sums::kOutputs * rows + r));
-      const float4 a = squares[0], b = squares[1];
-      factor = rsqrtf((a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w) * inverse_k + eps);
-    }
-    float v = part[0];
-#pragma unroll
-    for (uint32_t i = 1; i < kConsumers; ++i) v += part[i];
-    return flags.norm() ? v * factor : v;
-  }
-
-  MK_DEVICE float finish(float v, float residual) const {
-    if constexpr (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
-      const float up = flags.epilogue() == tasks::Epilogue::kGlu ? __shfl_down_sync(0xffffffffu, v, 4) : 1.0f;
-      v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
-      v *= up;
-    }
-    if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
-    return v + residual;
-  }
-
-  MK_DEVICE void put(float* p, float v) const {
-    if (flags.sampled()) {
-      *p = v;
-    } else {
-      publish(p, v);
-    }
-  }
 
   MK_DEVICE void put_best(uint32_t tiles) const {
     const Worker& w = s.w;
@@ -285,11 +264,110 @@ struct RowStorer {
   }
 };
 
+// A block that the consumers store, each of them every eighth row. All but the sums is asked for before they come. Of
+// sampled rows the largest so far is kept. kMany: there are more than 8 rows.
+template <uint32_t kFlags, bool kMany>
+struct OwnRows {
+  static constexpr MatrixFlags flags{kFlags};
+  static constexpr uint32_t kOwn = kMany ? kTileRows / kConsumers : 1;
+  static constexpr bool kResidual = flags.epilogue() == tasks::Epilogue::kResidual;
+  Worker& w;
+  const MatrixFields& f;
+  const uint32_t rows;
+  // Of the first row; registers are short, so nothing is kept that is known again at once.
+  uint32_t column = abi::kNone;  // of a lane that has none
+  float* out;
+  uint32_t* pair;  // these two where the output is given
+  float* square;
+  uint32_t residual[kOwn];
+  float bias, gamma;
+
+  MK_DEVICE uint32_t row(uint32_t i) const { return w.warp() + i * kConsumers; }
+  // Of more than 8 rows each has a first.
+  MK_DEVICE bool has(uint32_t i) const { return (kMany && i == 0) || row(i) < rows; }
+  MK_DEVICE uint32_t present(uint32_t i) const { return has(i) ? row(i) : row(0); }
+
+  MK_DEVICE void ask(uint32_t tile, uint32_t tiles) {
+    constexpr uint32_t width = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
+    const uint32_t lane = w.warp_lane(), mine = tile + lane / 8, within = lane % 8;
+    column = mine * width + within;
+    out = tasks::workspace<float>(w, f.output) + uint64_t(row(0)) * f.n + column;
+    if (flags.bias()) bias = lane / 8 < tiles ? load_constant(tasks::weights<float>(w, f.bias) + mine * 8 + within) : 0.0f;
+    if constexpr (flags.gives()) {
+      const GivenRows to(w, f.output, f.n);
+      pair = to.pair(row(0), column), square = to.squares(row(0)) + column / 8;
+    }
+    if (lane / 8 >= tiles || within >= width || column >= f.n) column = abi::kNone;
+    gamma = 1.0f;
+    if (normed() && active()) gamma = load_constant(tasks::weights<float>(w, f.gamma) + column);
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; ++i) {
+      residual[i] = 0;
+      if (kResidual && active() && has(i)) residual[i] = load_word(added_to(i));
+    }
+  }
+
+  // factor: of the norm, of each row.
+  template <class Factor>
+  MK_DEVICE void store(uint32_t slot, uint32_t parity, Factor factor) {
+    if constexpr (kResidual) {
+      const auto missing = [&](uint32_t i) { return residual[i] == kInvalid; };
+      await_all<kOwn>(w, missing, [&](uint32_t i) { residual[i] = load_word(added_to(i)); }, 0);
+    }
+    const BlockSums<kFlags> block_sums{f, rows};
+    const float* sums = Sums::at(Sums::room(*w.header), slot);
+    w.wait_barrier(&block().sums_full[slot], parity);
+    if (has(0)) put(block_sums, sums, factor);
+    __syncwarp();
+    barrier_arrive_warp(&block().sums_read[slot]);
+  }
+
+ private:
+  MK_DEVICE bool active() const { return column != abi::kNone; }
+  MK_DEVICE bool normed() const { return flags.gives() && !flags.norm() && f.gamma != abi::kNone64; }
+  MK_DEVICE const float* added_to(uint32_t i) const {
+    return tasks::workspace<const float>(w, f.residual) + uint64_t(row(i)) * f.n + column;
+  }
+
+  template <class Factor>
+  MK_DEVICE void put(const BlockSums<kFlags>& from, const float* sums, Factor factor) const {
+    const uint32_t lane = w.warp_lane(), chunks = (from.n + 31) / 32;
+    const bool squares = normed();
+    float v[kOwn];
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; ++i) {
+      const float sum = from.total(sums, present(i), lane, factor(from, sums, present(i)));
+      v[i] = from.finish((sum + (flags.bias() ? bias : 0.0f)) * from.scale, kResidual ? as_float(residual[i]) : 0.0f);
+    }
+    if constexpr (flags.gives()) {
+#pragma unroll
+      for (uint32_t i = 0; i < kOwn; ++i) {
+        if (has(i)) give_pair<flags.half()>(pair + i * chunks * 128, v[i] * gamma, column % 2 == 0);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kOwn; ++i) {
+        if (squares && has(i)) give_square(square + i * kConsumers * chunks * 4, v[i], column % 8 == 0);
+      }
+    }
+    const PeerParts<flags.epilogue() == tasks::Epilogue::kSend> peers(w, f, column);
+#pragma unroll
+    for (uint32_t i = 0; i < kOwn; ++i) {
+      if (!has(i)) break;
+      if (active()) peers.put(uint64_t(row(i)) * from.n, v[i]);
+      if (active()) from.put(out + uint64_t(i * kConsumers) * from.n, v[i]);
+      if constexpr (flags.sampled()) {
+        const uint64_t largest = Largest::of_warp(active() ? Largest::key(v[i], column) : 0);
+        if (lane == 0 && largest > own_best()[row(i)]) own_best()[row(i)] = largest;
+      }
+    }
+  }
+};
+
 template <uint32_t kFlags, bool kSeveral>
 MK_DEVICE void store_blocks(Storer& s) {
   constexpr MatrixFlags flags{kFlags};
   const abi::Record& record = *s.w.record;
-  RowStorer<kFlags> out{s, matrix_fields(s.w), matrix_rows(s.w, flags.sampled())};
+  RowStorer<kFlags> out{{matrix_fields(s.w), matrix_rows(s.w, flags.sampled())}, s};
   const bool in_room = kSeveral && Room::takes(*s.w.header, out.f, out.rows);
 #pragma unroll 1
   for (uint32_t first = 0; first < record.tile_count && out.rows > 0; first += kBlockTiles) {
@@ -335,21 +413,42 @@ __device__ __noinline__ void store_announced() {
   s.save();
 }
 
-// By the consumers: see consumers_store.
+// By the consumers, of at most 8 rows: see consumers_store.
 template <uint32_t kFlags>
 __device__ __noinline__ void store_own_rows(uint32_t tile, uint32_t tiles, uint32_t slot, uint32_t parity) {
-  constexpr MatrixFlags flags{kFlags};
-  Storer s;
-  s.load();
-  RowStorer<kFlags>{s, matrix_fields(s.w), matrix_rows(s.w, flags.sampled())}.own_rows(tile, tiles, slot, parity);
+  Worker w;
+  w.load();
+  OwnRows<kFlags, false> own{w, matrix_fields(w), w.header->rows};
+  own.ask(tile, tiles);
+  own.store(slot, parity, [](const auto& from, const float* sums, uint32_t r) { return from.factor(from.squares(sums, r)); });
 }
+
+// The last block of the record at work.
+struct LastBlock {
+  uint32_t tile, tiles;
+
+  MK_DEVICE explicit LastBlock(const abi::Record& record) {
+    const uint32_t first = (record.tile_count - 1) / kBlockTiles * kBlockTiles;
+    tile = record.tile_begin + first, tiles = record.tile_count - first;
+  }
+};
+
+// Where its sums are when a consumer has put its own.
+struct LastSums {
+  uint32_t slot, parity;
+
+  MK_DEVICE LastSums() {
+    const RoleState& s = own_state();
+    slot = Sums::slot(s.sums_slot - 1, Sums::room(block().header[s.step & 1]));
+    parity = (s.sums_parity >> slot & 1) ^ 1;
+  }
+};
 
 template <uint32_t kFlags>
 MK_DEVICE void store_last_rows() {
-  const RoleState& s = own_state();
-  const uint32_t slot = Sums::slot(s.sums_slot - 1, Sums::room(block().header[s.step & 1]));
-  const uint32_t first = (s.record->tile_count - 1) / kBlockTiles * kBlockTiles;
-  store_own_rows<kFlags>(s.record->tile_begin + first, s.record->tile_count - first, slot, (s.sums_parity >> slot & 1) ^ 1);
+  const LastBlock last(*own_state().record);
+  const LastSums sums;
+  store_own_rows<kFlags>(last.tile, last.tiles, sums.slot, sums.parity);
 }
 
 // What each consumer has found in its rows of the logits.

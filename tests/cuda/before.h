@@ -71,6 +71,10 @@ T shuffle(T v, uint32_t from) {
   return v;
 }
 inline uint32_t lane() { return group->current % kWave; }
+// A lane of the caller's segment of so many.
+inline uint32_t in_segment(uint32_t from, uint32_t width = kWave) {
+  return (lane() & ~(width - 1)) | (from & (width - 1));
+}
 inline bool alone() { return own_wave().members == group->alive; }
 
 template <class F>
@@ -104,7 +108,7 @@ inline Index block_index() { return {group->index}; }
 #define blockIdx (emulator::block_index())
 #define __syncwarp(...) emulator::meet_in_order(emulator::own_wave())
 #define __syncthreads() emulator::meet_in_order(emulator::group->all)
-#define __shfl_sync(mask, v, from) emulator::shuffle(v, uint32_t(from))
+#define __shfl_sync(mask, v, ...) emulator::shuffle(v, emulator::in_segment(__VA_ARGS__))
 #define __shfl_xor_sync(mask, v, distance) emulator::shuffle(v, emulator::lane() ^ uint32_t(distance))
 #define __shfl_down_sync(mask, v, distance) \
   emulator::shuffle(v, emulator::lane() + distance < 32 ? emulator::lane() + distance : emulator::lane())
