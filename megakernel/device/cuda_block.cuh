@@ -15,7 +15,7 @@ constexpr uint32_t kTileRows = 16;                 // of the matrix cores
 constexpr bool kWide = abi::kMaxRows > kTileRows;  // steps may be wide, see cuda_wide.cuh
 constexpr uint32_t kNarrowRows = kWide ? MEGAKERNEL_NARROW_ROWS : kTileRows;  // more make a step wide
 // Inputs, partial sums and merges; less what headers of more rows take, and consumers in wide steps.
-constexpr uint32_t kHeaderBytes = 2 * sizeof(abi::StepHeader) - 1024, kWalkWords = kWide ? 32 : 1;
+constexpr uint32_t kHeaderBytes = 2 * sizeof(abi::StepHeader) - 1024, kWalkWords = kWide ? 24 : 1;
 constexpr uint32_t kBaseScratch = MEGAKERNEL_SCRATCH_BYTES - (kWide ? kHeaderBytes + kConsumers * kWalkWords * 4 : 0);
 // A program whose widest input is no row that fits gives up stages for it, where there are enough.
 constexpr uint32_t kRowScratch = MEGAKERNEL_UNITS * 2048 + 32 + 2 * (kConsumers * 33 * 4);  // see RowStash and Sums

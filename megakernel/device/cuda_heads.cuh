@@ -19,7 +19,7 @@ struct LoadedHeads {
 
 // The stretch whose queries are in scratch.
 struct LentQueries {
-  uint32_t head = ~0u, group_row = ~0u;
+  uint16_t head = 0xffff, group_row = 0xffff;
 
   // Whether they are the item's; from now on they are.
   MK_DEVICE bool known(const Item& item) {
@@ -32,16 +32,14 @@ struct LentQueries {
 // What is brought at once for an item in a stretch: fresh rows that do not fit beside the queries come before them, or, where
 // these are known, in turns alone.
 struct StretchTurn {
-  FreshRows fresh{0, 0};  // of all, those before are done
-  uint32_t heads = 0;
-  bool known = false, more = false;
+  uint16_t first = 0, count = 0, heads = 0;  // fresh rows; those before are done
+  bool known = false, more = false;            // queries are known; turns follow
 
-  // As many turns follow as `next` says.
   MK_DEVICE StretchTurn() = default;
   template <tasks::AttentionConfig kConfig>
   MK_DEVICE StretchTurn(const PageItems<kConfig, true>& item, bool known_queries) : known(known_queries) {
     const FreshRows all = item.fresh();
-    fresh.first = all.first;
+    first = all.first;
     more = !known || all.count > 0;
   }
   template <tasks::AttentionConfig kConfig>
@@ -49,13 +47,14 @@ struct StretchTurn {
     if (!more) return false;
     using Shape = PageShape<kConfig>;
     const FreshRows all = item.fresh();
-    fresh.first += fresh.count;
-    const uint32_t left = all.first + all.count - fresh.first;
-    fresh.count = tasks::least(left, Shape::kFreshAtOnce);
-    more = fresh.count < left;
-    heads = 2 * fresh.count + (more || known ? 0 : item.group_rows * Shape::kGroup);
+    first += count;
+    const uint32_t left = all.first + all.count - first;
+    count = tasks::least(left, Shape::kFreshAtOnce);
+    more = count < left;
+    heads = 2 * count + (more || known ? 0 : item.group_rows * Shape::kGroup);
     return true;
   }
+  MK_DEVICE FreshRows fresh() const { return {first, count}; }
 };
 
 // A consumer that does as the loaders do.
@@ -188,7 +187,7 @@ struct HeadLoader : PageShape<kConfig> {
   // All of an item in a stretch that is not there yet, in one turn or several.
   MK_DEVICE void run_stretch(bool known) {
 #pragma unroll 1
-    for (StretchTurn turn(item, known); turn.next(item);) put_stretch(turn.fresh, turn.heads);
+    for (StretchTurn turn(item, known); turn.next(item);) put_stretch(turn.fresh(), turn.heads);
   }
 
   // kAhead rounds of heads at once, and as many on their way.

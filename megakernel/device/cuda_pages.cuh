@@ -265,7 +265,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     w.load();
     wait_counters(w, *w.record);
     const Items<true> items(*w.header, *w.record, fields_of<Task>(*w.record));
-    StretchWalk{items, items.slot, {}, {}, {}, 0, false, false, false, false}.put();
+    StretchWalk{items, items.slot, {}, {}, 0, 0, false, false, false, false, false}.put();
   }
 
   // On to the next item of a stretch. False: there is none, and the record is done.
@@ -282,7 +282,9 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
       if (!item.in_stretches()) {
         walk.give_scratch(c);
         walk.lent = {}, walk.whole = true;
-        take_item<true>(c, f, item, loaded, walk.merges, walk.taken);
+        uint32_t merges = walk.merged;
+        take_item<true>(c, f, item, loaded, merges, walk.taken);
+        walk.merged = true;
         continue;
       }
       if (walk.whole) {
@@ -292,7 +294,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
       walk.whole = false, walk.taken = true;
       walk.item = item, walk.slot = item.slot;
       walk.turn = StretchTurn(item, walk.lent.known(item)), walk.brings = false;
-      walk.first = c.ring;
+      walk.first_slot = c.ring.slot, walk.first_parity = c.ring.parity;
       c.ring.skip((item.last_page - item.page + 1) * kPageStages);
       walk.put();
       c.save_met();

@@ -141,10 +141,11 @@ struct StretchWalk {
   Stretches slot;
   LentQueries lent;
   StretchTurn turn;
-  RingPlace first;  // of the item's pages
-  uint32_t merges;
+  uint16_t first_slot, first_parity;  // of the item's pages
   bool held, taken, whole;  // scratch is held; the loaders have lent something; the item before was no stretch
-  bool brings;              // the turn is under way
+  bool merged, brings;      // something was merged; the turn is under way
+
+  MK_DEVICE Ring first() const { return {{first_slot, first_parity}, kStages}; }
 
   MK_DEVICE static StretchWalk& own() { return *reinterpret_cast<StretchWalk*>(block().walk[threadIdx.x / 32]); }
   MK_DEVICE void put() const {
@@ -186,13 +187,13 @@ struct StretchBlocks : PageScores<kConfig> {
     Worker& w = c.w;
     StretchWalk walk = StretchWalk::own();
     const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, *reinterpret_cast<const Fields*>(w.record->payload));
-    const Ring first{walk.first, kStages};
+    const Ring first = walk.first();
     if (walk.brings) {
       w.sync();
       c.take_input();
       trace::data(w, abi::Role::kConsumer);
       await_pages(w, item, first);
-      put_fresh(w, item, walk.turn.fresh, first);
+      put_fresh(w, item, walk.turn.fresh(), first);
     }
     walk.brings = walk.turn.next(item);
     if (walk.brings) {
@@ -217,7 +218,7 @@ struct StretchBlocks : PageScores<kConfig> {
     const Fields& f = *reinterpret_cast<const Fields*>(w.record->payload);
     const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, f);
     HeadLoader<kConfig, PageItems<kConfig, true>, true, LoadingConsumer>{{}, own, f, item}.put_stretch(
-        walk.turn.fresh, walk.turn.heads);
+        walk.turn.fresh(), walk.turn.heads);
     __syncwarp();
   }
 
@@ -288,7 +289,7 @@ struct StretchBlocks : PageScores<kConfig> {
     Worker& w = c.w;
     const StretchWalk& walk = StretchWalk::own();
     const Item item = walk.item;
-    const Ring first{walk.first, kStages};
+    const Ring first = walk.first();
     if (w.warp() / kSharers * kPairRows < item.group_rows * kGroup) {
       attend_runs(w, *reinterpret_cast<const Fields*>(w.record->payload), item, first.slot);
     }
@@ -304,10 +305,14 @@ struct StretchBlocks : PageScores<kConfig> {
 #pragma unroll
       for (uint32_t i = 0; i < 2 * kChunks; ++i) q[i] = *reinterpret_cast<const Quad*>(scratch + i * 512);
     }
-    const auto low = [&](uint32_t i) { return kKeeps ? q[i] : *reinterpret_cast<const Quad*>(scratch + i * 512); };
-    const auto high = [&](uint32_t i) {
-      return kKeeps ? q[kChunks + i] : *reinterpret_cast<const Quad*>(scratch + (kChunks + i) * 512);
+    const auto query = [&](uint32_t i) {
+      if constexpr (kKeeps) {
+        return q[i];
+      } else {
+        return *reinterpret_cast<const Quad*>(scratch + i * 512);
+      }
     };
+    const auto high = [&](uint32_t i) { return query(kChunks + i); };
     // Of the lane's q-rows; looked up where some see a part of a run alone, not kept in registers.
     const auto position = [&](uint32_t h) {
       const Pair own(w, item);
@@ -328,7 +333,7 @@ struct StretchBlocks : PageScores<kConfig> {
       return Run{keys, values, start, start >= whole && start + kRunTokens <= whole_end};
     };
     const auto score_run = [&](const Run& run, float (&s)[4][4]) {
-      score(low, high, run.keys + keys_at(run.start) + lane * kOctet, s);
+      score(query, high, run.keys + keys_at(run.start) + lane * kOctet, s);
     };
     float top[2] = {-kInfinity, -kInfinity}, total[2] = {0.0f, 0.0f};
 #pragma unroll 1
