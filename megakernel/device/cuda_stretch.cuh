@@ -185,13 +185,15 @@ struct StretchBlocks : PageScores<kConfig> {
     Consumer c;
     c.load();
     Worker& w = c.w;
+    if (StretchWalk::own().brings) {
+      w.sync();
+      c.take_input();
+      trace::data(w, abi::Role::kConsumer);
+    }
     StretchWalk walk = StretchWalk::own();
     const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, *reinterpret_cast<const Fields*>(w.record->payload));
     const Ring first = walk.first();
     if (walk.brings) {
-      w.sync();
-      c.take_input();
-      trace::data(w, abi::Role::kConsumer);
       await_pages(w, item, first);
       put_fresh(w, item, walk.turn.fresh(), first);
     }
