@@ -37,6 +37,19 @@ __device__ __noinline__ float activate(tasks::Activation kind, float v) {
   return tasks::activate<tasks::Activation::kRelu>(v);
 }
 
+// The epilogue of an output. kUp: lanes from that of a gate to that of its up.
+template <uint32_t kFlags, uint32_t kUp>
+MK_DEVICE float finish_output(const MatrixFields& f, float v, float residual) {
+  constexpr MatrixFlags flags{kFlags};
+  if constexpr (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
+    const float up = flags.epilogue() == tasks::Epilogue::kGlu ? __shfl_down_sync(0xffffffffu, v, kUp) : 1.0f;
+    v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
+    v *= up;
+  }
+  if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
+  return v + residual;
+}
+
 // Where a lane's output goes on the peers; of a product that sends nothing, nothing.
 template <bool kSends>
 struct PeerParts {
@@ -105,15 +118,7 @@ struct BlockSums {
     return total(sums, r, lane, factor(squares(sums, r)));
   }
 
-  MK_DEVICE float finish(float v, float residual) const {
-    if constexpr (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
-      const float up = flags.epilogue() == tasks::Epilogue::kGlu ? __shfl_down_sync(0xffffffffu, v, 4) : 1.0f;
-      v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
-      v *= up;
-    }
-    if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
-    return v + residual;
-  }
+  MK_DEVICE float finish(float v, float residual) const { return finish_output<kFlags, 4>(f, v, residual); }
 
   MK_DEVICE void put(float* p, float v) const {
     if (flags.sampled()) {

@@ -191,7 +191,7 @@ struct StretchBlocks : PageScores<kConfig> {
       trace::data(w, abi::Role::kConsumer);
     }
     StretchWalk walk = StretchWalk::own();
-    const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, *reinterpret_cast<const Fields*>(w.record->payload));
+    const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, fields_of<tasks::Attention<kConfig>>(*w.record));
     const Ring first = walk.first();
     if (walk.brings) {
       await_pages(w, item, first);
@@ -217,7 +217,7 @@ struct StretchBlocks : PageScores<kConfig> {
     own.w.load();
     Worker& w = own.w;
     const StretchWalk& walk = StretchWalk::own();
-    const Fields& f = *reinterpret_cast<const Fields*>(w.record->payload);
+    const Fields& f = fields_of<tasks::Attention<kConfig>>(*w.record);
     const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, f);
     HeadLoader<kConfig, PageItems<kConfig, true>, true, LoadingConsumer>{{}, own, f, item}.put_stretch(
         walk.turn.fresh(), walk.turn.heads);
@@ -283,6 +283,7 @@ struct StretchBlocks : PageScores<kConfig> {
     uint32_t start;
     bool whole;  // all see all of it
   };
+
   // This warp's pair against the whole piece, and published; and the pages given back. All runs are gone through for the
   // largest score, then once more for the sums.
   MK_DEVICE static void attend_pair() {
@@ -293,7 +294,7 @@ struct StretchBlocks : PageScores<kConfig> {
     const Item item = walk.item;
     const Ring first = walk.first();
     if (w.warp() / kSharers * kPairRows < item.group_rows * kGroup) {
-      attend_runs(w, *reinterpret_cast<const Fields*>(w.record->payload), item, first.slot);
+      attend_runs(w, fields_of<tasks::Attention<kConfig>>(*w.record), item, first.slot);
     }
     give_back_pages(c, item, first);
   }

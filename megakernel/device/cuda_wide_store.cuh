@@ -183,15 +183,7 @@ struct WideStorer {
   }
   MK_DEVICE static float total(float v, float factor) { return flags.norm() ? v * factor : v; }
 
-  MK_DEVICE float finish(float v, float residual) const {
-    if constexpr (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
-      const float up = flags.epilogue() == tasks::Epilogue::kGlu ? __shfl_down_sync(0xffffffffu, v, 2) : 1.0f;
-      v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
-      v *= up;
-    }
-    if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
-    return v + residual;
-  }
+  MK_DEVICE float finish(float v, float residual) const { return finish_output<kFlags, 2>(f, v, residual); }
 
   // Of the rows of a lane, two columns each.
   MK_DEVICE void fetch_residual(const WidePart& part, uint32_t column, float (&out)[4][2]) {
