@@ -85,6 +85,7 @@ struct KnownPages {
   static constexpr uint32_t kMost = 16;
   uint64_t step;
   uint32_t tile, window, head, count;
+  uint32_t fresh;  // a bit for each with rows of this step that are dealt in stretches
   uint32_t page[kMost];
 };
 

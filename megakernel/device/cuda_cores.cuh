@@ -125,6 +125,7 @@ struct Consumer {
 // What one loader warp has: its turn at the scratch that inputs go through. The consumers give it back when they have read
 // the input before; so loaders ask for values of other workers when their own have handed theirs over, not before.
 struct Loader {
+  static constexpr uint32_t kWarps = kLoaders;
   Worker w;
   uint32_t parity;
 

@@ -29,44 +29,15 @@ struct LentQueries {
   }
 };
 
-// What is brought at once for an item in a stretch: fresh rows that do not fit beside the queries come before them, or, where
-// these are known, in turns alone.
-struct StretchTurn {
-  uint16_t first = 0, count = 0, heads = 0;  // fresh rows; those before are done
-  bool known = false, more = false;            // queries are known; turns follow
-
-  MK_DEVICE StretchTurn() = default;
-  template <tasks::AttentionConfig kConfig>
-  MK_DEVICE StretchTurn(const PageItems<kConfig, true>& item, bool known_queries) : known(known_queries) {
-    const FreshRows all = item.fresh();
-    first = all.first;
-    more = !known || all.count > 0;
-  }
-  template <tasks::AttentionConfig kConfig>
-  MK_DEVICE bool next(const PageItems<kConfig, true>& item) {
-    if (!more) return false;
-    using Shape = PageShape<kConfig>;
-    const FreshRows all = item.fresh();
-    first += count;
-    const uint32_t left = all.first + all.count - first;
-    count = tasks::least(left, Shape::kFreshAtOnce);
-    more = count < left;
-    heads = 2 * count + (more || known ? 0 : item.group_rows * Shape::kGroup);
-    return true;
-  }
-  MK_DEVICE FreshRows fresh() const { return {first, count}; }
-};
-
 // A consumer that does as the loaders do.
 struct LoadingConsumer {
+  static constexpr uint32_t kWarps = kConsumers;
   Worker w;
 
-  MK_DEVICE static uint32_t index() { return kLoaders + threadIdx.x / 32; }
-  MK_DEVICE void begin() const {}
-  MK_DEVICE void end() const {}
+  MK_DEVICE static uint32_t index() { return threadIdx.x / 32; }
 };
 
-// kStretch: of an item in a stretch, whose heads loaders and consumers share. Role: Loader or LoadingConsumer.
+// kStretch: of queries of an item in a stretch, which the consumers bring. Role: Loader or LoadingConsumer.
 template <tasks::AttentionConfig kConfig, class Items, bool kStretch = false, class Role = Loader>
 struct HeadLoader : PageShape<kConfig> {
   using Shape = PageShape<kConfig>;
@@ -75,16 +46,20 @@ struct HeadLoader : PageShape<kConfig> {
   MK_DEVICE static constexpr uint32_t lanes(uint32_t parts) { return parts <= 4 ? 4 : parts <= 8 ? 8 : parts <= 16 ? 16 : 32; }
   // Elements of a lane: four where the heads of one row are loaded at once all the same.
   static constexpr uint32_t kOneRow = (kGroup < kBlockRows ? kGroup : kBlockRows) + 2;
-  static constexpr uint32_t kEach = kDim <= 128 && kOneRow * lanes(kDim / 4) <= kLoaders * 32 ? 4 : 8;
-  static constexpr uint32_t kParts = kDim / kEach, kLanes = lanes(kParts);                            // of a head
-  static constexpr uint32_t kAtOnce = (kLoaders + (kStretch ? kConsumers : 0)) * 32 / kLanes;         // heads
+  static constexpr uint32_t kFewest = kDim <= 128 && kOneRow * lanes(kDim / 4) <= kLoaders * 32 ? 4 : 8;
+  // Of a stretch eight, if that changes neither the order in which squares are added nor who turns with whom.
+  static constexpr bool kWhole = !kConfig.q_norm && (kConfig.interleaved || kHalfRotary % 8 == 0);
+  static constexpr uint32_t kEach = kStretch && kWhole ? 8 : kFewest;
+  static constexpr uint32_t kParts = kDim / kEach, kLanes = lanes(kParts);       // of a head
+  static constexpr uint32_t kAtOnce = Role::kWarps * 32 / kLanes;                // heads, of a stretch as many shares of rows
   static constexpr uint32_t kTurn = kHalfRotary / kEach;  // lanes between the halves of a rotation
-  static constexpr uint32_t kAhead = kEach <= 4 ? 2 : 1;  // rounds of a stretch's heads on their way
+  // Of a stretch a lane takes up to four heads of a row: they turn by the same angles.
+  static constexpr uint32_t kShare = kGroup < 4 ? kGroup : 4, kShares = (kGroup + kShare - 1) / kShare;
   static_assert(kConfig.interleaved || kHalfRotary % kEach == 0, "a lane's elements turn with those of one other lane");
 
   using Elements = Part<kEach>;
   enum class Kind { kQuery, kKey, kValue, kNone };
-  static constexpr uint32_t kNoPage = ~0u, kFreshFrom = kStretch ? Shape::kFreshAt : Shape::kQueryBytes;
+  static constexpr uint32_t kFreshFrom = Shape::kQueryBytes;
 
   // What a lane has.
   struct Head {
@@ -167,49 +142,73 @@ struct HeadLoader : PageShape<kConfig> {
     }
   }
 
-  // Of a stretch, head `n` of what comes at once: a key and a value of each of these fresh rows, then all queries.
-  MK_DEVICE Head find(const FreshRows& fresh, uint32_t heads, uint32_t n) const {
+  // Share `n` of the stretch's queries: its first one.
+  MK_DEVICE Head find_share(uint32_t n) const {
     Head h;
     h.cos.zero(), h.sin.zero(), h.gamma.zero();
-    if (n >= heads || i >= kParts) return h;
-    const bool query = n >= 2 * fresh.count;
-    const uint32_t m = query ? n - 2 * fresh.count : n, r = query ? item.group_row + m / kGroup : fresh.first + m / 2;
-    const abi::Row& row = l.w.header->row[r];
-    h.position = row.position;
-    h.kind = query ? Kind::kQuery : m % 2 == 0 ? Kind::kKey : Kind::kValue;
-    h.place = query ? m : m / 2;
-    // A row's own stretch puts it into its page.
-    h.page = query || r < item.group_row ? kNoPage : page_index(row);
-    complete(h, r, m);
+    if (n >= item.group_rows * kShares || i >= kParts) return h;
+    const uint32_t r = n / kShares, m = r * kGroup + n % kShares * kShare;
+    h.position = l.w.header->row[item.group_row + r].position;
+    h.kind = Kind::kQuery;
+    h.place = m;
+    complete(h, item.group_row + r, m);
     return h;
   }
 
-  // All of an item in a stretch that is not there yet, in one turn or several.
-  MK_DEVICE void run_stretch(bool known) {
+  // The queries of a stretch.
+  MK_DEVICE void put_queries() {
 #pragma unroll 1
-    for (StretchTurn turn(item, known); turn.next(item);) put_stretch(turn.fresh(), turn.heads);
+    for (uint32_t base = 0; base < item.group_rows * kShares; base += kAtOnce) {
+      Head h[kShare];
+      Words words[kShare];
+      h[0] = find_share(base + Role::index() * (32 / kLanes) + l.w.warp_lane() / kLanes);
+#pragma unroll
+      for (uint32_t j = 0; j < kShare; ++j) {
+        h[j] = h[0];
+        h[j].place += j, h[j].from += j * kDim;
+        if (kGroup % kShare != 0 && h[0].place % kGroup + j >= kGroup) h[j].kind = Kind::kNone;
+        words[j] = ask(h[j]);
+      }
+      wait<kShare>(h, words);
+#pragma unroll
+      for (uint32_t j = 0; j < kShare; ++j) {
+        Elements x;
+        prepare(h[j], words[j], x);
+        put(h[j], bits_of(x));
+      }
+    }
   }
 
-  // kAhead rounds of heads at once, and as many on their way.
-  MK_DEVICE void put_stretch(const FreshRows& fresh, uint32_t heads) {
-    const uint32_t own = Role::index() * (32 / kLanes) + l.w.warp_lane() / kLanes;
-    Head next[kAhead];
-    Words words[kAhead];
-    l.begin();
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) next[i] = find(fresh, heads, i * kAtOnce + own), words[i] = ask(next[i]);
+  // Of the tile's rows of the step head `n`: a key or a value.
+  MK_DEVICE Head find_own(uint32_t share, uint32_t n) const {
+    Head h;
+    h.cos.zero(), h.sin.zero(), h.gamma.zero();
+    const uint32_t r = share + n / 2 * f.splits;
+    if (r >= l.w.header->rows || i >= kParts || !Shape::in_stretch(*l.w.header, r)) return h;
+    const abi::Row& row = l.w.header->row[r];
+    h.position = row.position;
+    h.page = page_index(row);
+    h.kind = n % 2 == 0 ? Kind::kKey : Kind::kValue;
+    complete(h, r, n);
+    return h;
+  }
+
+  // Keys and values of rows in stretches into their pages, before these are copied: a tile of the head has every splits-th
+  // row. Returns of how many rows, in stretches or not, the warp has done a key or a value.
+  MK_DEVICE uint32_t store_own(uint32_t share) {
+    const uint32_t rows = l.w.header->rows, heads = share < rows ? (rows - share + f.splits - 1) / f.splits * 2 : 0;
+    uint32_t done = 0;
 #pragma unroll 1
-    for (uint32_t n = kAhead * kAtOnce; n < heads + kAhead * kAtOnce; n += kAhead * kAtOnce) {
-      Head h[kAhead];
-      Words of_h[kAhead];
-#pragma unroll
-      for (uint32_t i = 0; i < kAhead; ++i) {
-        h[i] = next[i], of_h[i] = words[i];
-        next[i] = find(fresh, heads, n + i * kAtOnce + own);
-        words[i] = ask(next[i]);
-      }
-      put_heads<kAhead>(h, of_h, n >= heads);
+    for (uint32_t n = Role::index() * (32 / kLanes); n < heads; n += kAtOnce) {
+      const Head one[1] = {find_own(share, n + l.w.warp_lane() / kLanes)};
+      Words words[1] = {ask(one[0])};
+      wait<1>(one, words);
+      Elements x;
+      prepare(one[0], words[0], x);
+      store(one[0], x, Shape::kEight ? exponent_of(x) : 0);
+      done += tasks::least(32 / kLanes, heads - n);
     }
+    return done;
   }
 
   MK_DEVICE void run(uint32_t base) {
@@ -222,46 +221,23 @@ struct HeadLoader : PageShape<kConfig> {
       const Head h = find(base, n + own);
       if (!begun) l.begin();
       begun = true;
-      Head one[1] = {h};
+      const Head one[1] = {h};
       Words words[1] = {ask(h)};
-      put_heads<1>(one, words, n + kAtOnce >= heads);
+      wait<1>(one, words);
+      Elements x;
+      prepare(h, words[0], x);
+      if (!Shape::kEight || h.kind == Kind::kQuery) put(h, bits_of(x));
+      const uint32_t exponent = Shape::kEight ? exponent_of(x) : 0;
+      if constexpr (Shape::kEight) put_codes(h, x, exponent);
+      if (n + kAtOnce >= heads) l.end();
+      store(h, x, exponent);
     }
   }
 
-  // last: of what the loaders lend at once.
-  template <uint32_t kCount>
-  MK_DEVICE void put_heads(const Head (&h)[kCount], Words (&words)[kCount], bool last) {
-    wait<kCount>(h, words);
-    Bits bits[kCount];
-    Codes<kEach> codes[kCount];
-    uint32_t exponent[kCount];
-#pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
-      Elements x;
-      x.set(words[i].q);
-      norm(h[i], x);
-      turn(h[i], x);
-#pragma unroll
-      for (uint32_t j = 0; j < kEach / 2; ++j) bits[i].word[j] = pack<Shape::kHalf>(x.v[2 * j], x.v[2 * j + 1]);
-      if constexpr (Shape::kEight) {
-        exponent[i] = exponent_of(x);
-        codes[i] = codes_of(x, inverse_power(exponent[i]));
-      }
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
-      if (!Shape::kEight || h[i].kind == Kind::kQuery) put(h[i], bits[i]);
-      if constexpr (Shape::kEight) put_codes(h[i], codes[i], exponent[i]);
-    }
-    if (last) l.end();
-#pragma unroll
-    for (uint32_t i = 0; i < kCount; ++i) {
-      if constexpr (Shape::kEight) {
-        put_page(h[i], codes[i], exponent[i]);
-      } else {
-        put_page(h[i], bits[i]);
-      }
-    }
+  MK_DEVICE void prepare(const Head& h, const Words& words, Elements& x) const {
+    x.set(words.q);
+    norm(h, x);
+    turn(h, x);
   }
 
   MK_DEVICE Words ask(const Head& h) const {
@@ -333,12 +309,20 @@ struct HeadLoader : PageShape<kConfig> {
     return codes;
   }
   // To the fresh ones: key, value, their exponents.
-  MK_DEVICE void put_codes(const Head& h, const Codes<kEach>& codes, uint32_t exponent) const {
+  MK_DEVICE void put_codes(const Head& h, const Elements& x, uint32_t exponent) const {
     if (h.kind == Kind::kNone || h.kind == Kind::kQuery) return;
     const uint32_t value = h.kind == Kind::kValue;
     uint8_t* fresh = block().scratch + kFreshFrom + h.place * Shape::kFreshBytes;
-    *reinterpret_cast<Codes<kEach>*>(fresh + value * kDim + i * kEach) = codes;
+    *reinterpret_cast<Codes<kEach>*>(fresh + value * kDim + i * kEach) = codes_of(x, inverse_power(exponent));
     if (i == 0) fresh[2 * kDim + value] = uint8_t(exponent);
+  }
+  // A key or a value into its page, for the steps to come; in this one only those of stretches are read there.
+  MK_DEVICE void store(const Head& h, const Elements& x, uint32_t exponent) const {
+    if constexpr (Shape::kEight) {
+      put_page(h, codes_of(x, inverse_power(exponent)), exponent);
+    } else {
+      put_page(h, bits_of(x));
+    }
   }
   MK_DEVICE void put_page(const Head& h, const Codes<kEach>& codes, uint32_t exponent) const {
     if (!stored(h)) return;
@@ -351,11 +335,7 @@ struct HeadLoader : PageShape<kConfig> {
       *reinterpret_cast<Codes<kEach>*>(page + Shape::key_at(token, i * kEach)) = codes;
     }
   }
-  // Whether it goes to its page, for the steps to come.
-  MK_DEVICE static bool stored(const Head& h) {
-    if (kStretch && h.page == kNoPage) return false;
-    return h.kind == Kind::kKey || h.kind == Kind::kValue;
-  }
+  MK_DEVICE static bool stored(const Head& h) { return h.kind == Kind::kKey || h.kind == Kind::kValue; }
   MK_DEVICE char* page_of(const Head& h) const {
     char* pool = reinterpret_cast<char*>(l.w.args.kv + f.layer * l.w.args.kv_layer_stride);
     return pool + (uint64_t(h.page) * kKvHeads + item.head) * Shape::kUnitBytes;
@@ -366,6 +346,12 @@ struct HeadLoader : PageShape<kConfig> {
   struct alignas(kEach * 2) Bits {
     uint32_t word[kEach / 2];
   };
+  MK_DEVICE static Bits bits_of(const Elements& x) {
+    Bits bits;
+#pragma unroll
+    for (uint32_t j = 0; j < kEach / 2; ++j) bits.word[j] = pack<Shape::kHalf>(x.v[2 * j], x.v[2 * j + 1]);
+    return bits;
+  }
 
   // A query into the A operand; a key or a value to the fresh ones.
   MK_DEVICE void put(const Head& h, const Bits& bits) const {
@@ -378,7 +364,6 @@ struct HeadLoader : PageShape<kConfig> {
     *reinterpret_cast<Bits*>(block().scratch + (h.kind == Kind::kQuery ? query : fresh)) = bits;
   }
 
-  // A key or a value into its page, for the steps to come: in this one nobody reads it there.
   MK_DEVICE void put_page(const Head& h, const Bits& bits) const {
     if (!stored(h)) return;
     const uint32_t token = h.position % kPage;

@@ -37,14 +37,12 @@ struct PageShape {
   static constexpr uint32_t kFreshRows = (kBlockRows + kGroup - 1) / kGroup, kMergeAt = kQueryBytes + kFreshRows * kFreshBytes;
   // In wide steps the rows of one slot, where they are more than kTogether, are dealt in stretches, each with its own items:
   // pairs of blocks of q-rows, each with kSharers consumers, who take it through all runs of the piece and share the columns
-  // of its values. Scratch of such an item: the queries of all pairs, and as many fresh rows as fit behind them.
+  // of its values. Scratch of such an item: the queries of all pairs.
   static constexpr uint32_t kPairRows = 2 * kBlockRows, kPairBytes = 2 * kQueryBytes;
   static constexpr uint32_t kTogether = kPairRows > kGroup ? kPairRows / kGroup : 1, kWideRoom = Sums::below(1);
   static constexpr uint32_t kSharers = kDim <= 64 ? 1 : kDim <= 128 ? 2 : 4, kMostPairs = kConsumers / kSharers;
-  static constexpr uint32_t kFitting = kWideRoom * 2 / 3 / kPairBytes, kPairs = kFitting < kMostPairs ? kFitting : kMostPairs;
+  static constexpr uint32_t kFitting = kWideRoom / kPairBytes, kPairs = kFitting < kMostPairs ? kFitting : kMostPairs;
   static constexpr uint32_t kStretchRows = kWide ? kPairs * kPairRows / kGroup : 0;  // at most; none: no stretches
-  static constexpr uint32_t kFreshAt = kPairs * kPairBytes, kFreshAtOnce = (kWideRoom - kFreshAt) / kFreshBytes;
-  static_assert(kFreshAtOnce > 0);
 
   // Whether a step has stretches.
   MK_DEVICE static bool stretches(const abi::StepHeader& h) {
@@ -52,6 +50,16 @@ struct PageShape {
     bool some = false;
     for (uint32_t r = lane_of_warp(); r + kTogether < h.rows; r += 32) some |= h.row[r].slot == h.row[r + kTogether].slot;
     return __any_sync(0xffffffffu, some);
+  }
+  // Of such a step, whether row r is in a stretch: rows of a slot are consecutive.
+  MK_DEVICE static bool in_stretch(const abi::StepHeader& h, uint32_t r) {
+    const uint32_t slot = h.row[r].slot, first = r > kTogether ? r - kTogether : 0;
+#pragma unroll 1
+    for (uint32_t i = r; h.row[i].slot == slot; --i) {
+      if (i + kTogether < h.rows && h.row[i + kTogether].slot == slot) return true;
+      if (i == first) break;
+    }
+    return false;
   }
 
   // Where element `dim` of token `t` of a page is.
@@ -112,11 +120,6 @@ struct SlotOf<true> {
   Stretches slot;
 };
 
-// Rows of the step whose keys and values an item has to put into its pages.
-struct FreshRows {
-  uint32_t first, count;
-};
-
 // The items of a record in order. The first `next` goes to the first. kStretches: of a step that has some.
 template <tasks::AttentionConfig kConfig, bool kStretches>
 struct PageItems : Item, SlotOf<kStretches> {
@@ -147,22 +150,24 @@ struct PageItems : Item, SlotOf<kStretches> {
     }
     return false;
   }
-  MK_DEVICE bool in_stretches() const { return this->slot.each > 0; }
-  MK_DEVICE uint32_t step() const {
-    if constexpr (kStretches) {
-      if (in_stretches()) return 1;
-    }
-    return f.splits;
+  MK_DEVICE bool in_stretches() const {
+    if constexpr (kStretches) return this->slot.each > 0;
+    return false;
   }
+  MK_DEVICE uint32_t step() const { return in_stretches() ? 1 : f.splits; }
 
-  // Of an item in a stretch: rows of the slot up to its last, those before it too, that lie in the piece and that it sees.
-  MK_DEVICE FreshRows fresh() const {
-    const Stretches& slot = this->slot;
-    const uint32_t begin = h.row[slot.row].position, past = (piece + 1) * kPiece;
-    const uint32_t seen = tasks::most(piece * kPiece, tasks::first_seen(h.row[group_row].position, f.window));
-    const uint32_t first = slot.row + (seen > begin ? seen - begin : 0);
-    const uint32_t last = tasks::least(group_row + group_rows, slot.row + (past > begin ? past - begin : 0));
-    return {first, last > first ? last - first : 0};
+  // Of an item in a stretch, the first page of its slot in which rows of this step are; else none.
+  MK_DEVICE uint32_t fresh_page() const {
+    if constexpr (kStretches) {
+      if (in_stretches()) return h.row[this->slot.row].position / kPage;
+    }
+    return ~0u;
+  }
+  // All that this tile has of the stretch counts as taken.
+  MK_DEVICE void pass_stretch() { piece = piece_end - 1; }
+  MK_DEVICE void set_pages() {
+    page = tasks::most(piece * kPiecePages, tasks::first_seen(h.row[group_row].position, f.window) / kPage);
+    last_page = tasks::least((piece + 1) * kPiecePages - 1, h.row[group_row + group_rows - 1].position / kPage);
   }
 
  private:
@@ -247,11 +252,6 @@ struct PageItems : Item, SlotOf<kStretches> {
     const uint32_t pieces = last_piece(group_row + group_rows) + 1 - first_piece(group_row);
     const uint32_t rows = (group_rows * pieces + f.splits - 1) / f.splits;
     return tasks::least(tasks::most(rows, (Shape::kPairRows + Shape::kGroup - 1) / Shape::kGroup), Shape::kStretchRows);
-  }
-
-  MK_DEVICE void set_pages() {
-    page = tasks::most(piece * kPiecePages, tasks::first_seen(h.row[group_row].position, f.window) / kPage);
-    last_page = tasks::least((piece + 1) * kPiecePages - 1, h.row[group_row + group_rows - 1].position / kPage);
   }
 };
 

@@ -25,22 +25,18 @@ __device__ __noinline__ bool next_stretch() {
   return C::next_stretch();
 }
 template <class C>
-__device__ __noinline__ bool next_turn() {
-  return C::next_turn();
-}
-template <class C>
-__device__ __noinline__ void bring_turn() {
-  C::bring_turn();
+__device__ __noinline__ void bring_queries() {
+  C::bring_queries();
 }
 template <class C>
 __device__ __noinline__ void attend_stretch() {
-  C::attend_pair();
+  C::attend_pieces();
 }
 template <class C>
 __device__ __noinline__ void consume_stretches() {
   C::begin_stretches();
   while (next_stretch<C>()) {
-    while (next_turn<C>()) bring_turn<C>();
+    bring_queries<C>();
     attend_stretch<C>();
   }
 }
@@ -105,8 +101,12 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     const char* pool = reinterpret_cast<const char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
     KnownPages& known = block().known_pages;
     if (known.step == w.step && known.tile == record.tile_begin && known.window == f.window) {
+      bool there = !kStretches;
 #pragma unroll 1
-      for (uint32_t i = 0; i < known.count; ++i) put_page(p, pool, known.page[i], known.head);
+      for (uint32_t i = 0; i < known.count; ++i) {
+        if (!there && known.fresh >> i & 1) await_stored(p), there = true;
+        put_page(p, pool, known.page[i], known.head);
+      }
     } else {
       fence_global_for_copies();
       find_pages<kStretches>(p, record, f, known, pool);
@@ -114,6 +114,25 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     trace::passed(w, known.count > 0);
     p.save();
   }
+
+  // Until the loaders of all workers have stored the keys and values of this step's rows that are in stretches. Of what it
+  // waits for its own worker has done its part before it wants a page of this record.
+  MK_DEVICE static void await_stored(Producer& p) {
+    const uint32_t counter = packed_counter(p.w);
+    const uint64_t target = stored_in(p.w.header->wide_rows), *at = counter_of(p.w, counter);
+    Patience patience;
+#pragma unroll 1
+    for (;;) {
+      const uint64_t value = load_acquire(at);
+      if (value >= target) break;
+      if (!patience.over()) continue;
+      drain_copies();
+      give_up(abi::FaultKind::kWaitBudget, counter, value, target);
+    }
+    fence_global_for_copies();
+  }
+  // What the counter of a node has when the keys and values of so many rows are stored.
+  MK_DEVICE static uint64_t stored_in(uint64_t rows) { return rows * (2 * kKvHeads); }
 
   MK_DEVICE static void put_page(Producer& p, const char* pool, uint32_t page, uint32_t head) {
     const char* unit = pool + (uint64_t(page) * kKvHeads + head) * kUnitBytes;
@@ -128,7 +147,8 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     Worker& w = p.w;
     Items<kStretches> items(*w.header, record, f);
     const uint32_t head = items.head;
-    uint32_t count = 0;
+    uint32_t count = 0, fresh = 0;
+    bool there = false;
     __syncwarp();  // all have seen what was known
 #pragma unroll 1
     while (items.next()) {
@@ -137,12 +157,19 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
                               uint64_t(w.header->row[items.group_row].slot) * w.args.pages_per_slot + items.page;
       const uint32_t mine = w.warp_lane() < pages ? load_word(table + w.warp_lane()) : 0;
       if (w.warp_lane() < pages && count + pages <= KnownPages::kMost) known.page[count + w.warp_lane()] = mine;
-      count += pages;
+      const uint32_t fresh_page = items.fresh_page();
 #pragma unroll 1
-      for (uint32_t i = 0; i < pages; ++i) put_page(p, pool, __shfl_sync(0xffffffffu, mine, i), items.head);
+      for (uint32_t i = 0; i < pages; ++i, ++count) {
+        if (kStretches && items.page + i >= fresh_page) {
+          if (!there) await_stored(p);
+          there = true;
+          if (count < KnownPages::kMost) fresh |= 1u << count;
+        }
+        put_page(p, pool, __shfl_sync(0xffffffffu, mine, i), items.head);
+      }
     }
     known.step = record.tile_count == 1 && count <= KnownPages::kMost ? w.step : 0;
-    known.tile = record.tile_begin, known.window = f.window, known.head = head, known.count = count;
+    known.tile = record.tile_begin, known.window = f.window, known.head = head, known.count = count, known.fresh = fresh;
     __syncwarp();
   }
 
@@ -150,9 +177,17 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
   static __device__ __noinline__ void load() { load_as<false>(); }
   MK_DEVICE static void load_several() {
     if constexpr (kStretchRows > 0) {
-      if (Shape::stretches(block().header[own_state().step & 1])) return several::load_stretches<Core>();
+      const abi::StepHeader& h = block().header[own_state().step & 1];
+      if (Shape::stretches(h)) return several::load_stretches<Core>();
+      if (is_wide(h)) count_all();
     }
     several::load<Core>();
+  }
+  // A step without stretches stores nothing that anybody waits for.
+  MK_DEVICE static void count_all() {
+    const Loaded w;
+    if (w.record->tile_begin != 0 || threadIdx.x != kLoaderWarp * 32) return;
+    add_release(counter_of(w, packed_counter(w)), stored_in(w.header->rows));
   }
 
   // kSeveral: of several rows a worker has several items. So that one is loaded while what comes of the other is published,
@@ -167,34 +202,54 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     wait_counters(w, record);
     Items<kStretches> item(*w.header, record, f);
     LoadedHeads loaded;
-    LentQueries lent;
-    bool any = false, whole = false;  // whole: the item before was no stretch
+    // The consumers have scratch for stretches; the item before was none; what is this worker's to store is stored.
+    bool any = false, lent = false, whole = false, stored = !kStretches;
 #pragma unroll 1
-    while (item.next()) {
-      any = true;
+    for (;;) {
+      const bool more = item.next(), stretch = more && item.in_stretches();
       if constexpr (kStretches) {
-        if (item.in_stretches()) {
-          if (whole) {  // what is merged of it lies where a stretch has its input: until all have published it
-            l.begin();
-            l.end();
-          }
-          whole = false;
-          HeadLoader<kConfig, Items<true>, true>{{}, l, f, item}.run_stretch(lent.known(item));
-          continue;
+        if (stretch) {
+          item.pass_stretch();
+          if (whole) lend(l);  // what is merged of it lies where a stretch has its queries: until all have published it
+          if (!lent) lend(l);
         }
-        whole = true;
-        lent = {};
+        lent = stretch, whole = more && !stretch;
+        if (!stored) store_own(l, f, lent);
+        stored = true;
       }
+      if (!more) break;
+      any = true;
+      if (stretch) continue;
       const uint32_t rows = item.group_rows * kGroup;
       if (!kSeveral && loaded.known(item, rows)) continue;
 #pragma unroll 1
       for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig, Items<kStretches>>{{}, l, f, item}.run(base);
     }
-    if (kSeveral || !any) {
-      l.begin();
-      l.end();
-    }
+    if (kSeveral || !any) lend(l);
     l.save();
+  }
+  MK_DEVICE static void lend(Loader& l) {
+    l.begin();
+    l.end();
+  }
+
+  // Keys and values of rows that are dealt in stretches, those that are this worker's to store: into their pages, for the
+  // producers of all workers. lent: the consumers have scratch, and so what they wait for; else see Loader::begin.
+  MK_DEVICE static void store_own(Loader& l, const Fields& f, bool lent) {
+    Worker& w = l.w;
+    if (!lent) w.wait_barrier(&block().input_empty, l.parity ^ 1);
+    if (Loader::index() == 0) store_volatile(&block().asking, 1);
+    uint32_t done = 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < w.record->tile_count; ++i) {
+      const uint32_t tile = w.record->tile_begin + i;
+      Item item;
+      item.head = tile / f.splits;
+      done += HeadLoader<kConfig, Item>{{}, l, f, item}.store_own(tile % f.splits);
+    }
+    __syncwarp();
+    if (w.warp_lane() == 0 && done > 0) add_release(counter_of(w, packed_counter(w)), done);
+    if (Loader::index() == 0) store_volatile(&block().asking, 0);
   }
 
   // ---------------------------------------------------------------------------------------------- consumers
@@ -265,7 +320,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     w.load();
     wait_counters(w, *w.record);
     const Items<true> items(*w.header, *w.record, fields_of<Task>(*w.record));
-    StretchWalk{items, items.slot, {}, {}, 0, 0, false, false, false, false, false}.put();
+    StretchWalk{items, items.slot, {}, false, false, false, false, false}.put();
   }
 
   // On to the next item of a stretch. False: there is none, and the record is done.
@@ -293,9 +348,13 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
       }
       walk.whole = false, walk.taken = true;
       walk.item = item, walk.slot = item.slot;
-      walk.turn = StretchTurn(item, walk.lent.known(item)), walk.brings = false;
-      walk.first_slot = c.ring.slot, walk.first_parity = c.ring.parity;
-      c.ring.skip((item.last_page - item.page + 1) * kPageStages);
+      walk.brings = !walk.lent.known(item);
+      if (!walk.held) {
+        c.take_input();
+      } else if (walk.brings) {
+        w.sync();  // all are done with those before
+      }
+      walk.held = true;
       walk.put();
       c.save_met();
       return true;

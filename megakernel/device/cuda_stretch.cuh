@@ -140,12 +140,8 @@ struct StretchWalk {
   Item item;
   Stretches slot;
   LentQueries lent;
-  StretchTurn turn;
-  uint16_t first_slot, first_parity;  // of the item's pages
   bool held, taken, whole;  // scratch is held; the loaders have lent something; the item before was no stretch
-  bool merged, brings;      // something was merged; the turn is under way
-
-  MK_DEVICE Ring first() const { return {{first_slot, first_parity}, kStages}; }
+  bool merged, brings;      // something was merged; the queries are to be brought
 
   MK_DEVICE static StretchWalk& own() { return *reinterpret_cast<StretchWalk*>(block().walk[threadIdx.x / 32]); }
   MK_DEVICE void put() const {
@@ -168,10 +164,9 @@ struct StretchBlocks : PageScores<kConfig> {
   using Shape = PageShape<kConfig>;
   using Fields = abi::AttentionFields;
   using Shape::kDim, Shape::kGroup, Shape::kPage, Shape::kPiece, Shape::kKeyBytes, Shape::kChunks, Shape::kValueTiles;
-  using Shape::kHalf, Shape::kQueryBytes, Shape::kFreshBytes, Shape::kFreshAt, Shape::kFreshAtOnce;
-  using Shape::kPairRows, Shape::kPairBytes, Shape::kSharers;
+  using Shape::kHalf, Shape::kQueryBytes, Shape::kPairRows, Shape::kPairBytes, Shape::kSharers;
   using Shape::kEight, Shape::kOctet, Shape::kTile, Shape::kExponents;
-  using Scores::kTwoStages, Scores::kPageStages, Scores::kInQuad;
+  using Scores::kTwoStages, Scores::kPageStages;
   using Scores::give_back_pages, Scores::keys_at, Scores::values_at, Scores::score, Scores::multiply_values;
   using Scores::one_piece, Scores::output_at, Scores::partial_at;
   static constexpr bool kKeeps = kChunks <= 2;  // queries of a pair in registers
@@ -179,49 +174,17 @@ struct StretchBlocks : PageScores<kConfig> {
   static constexpr uint32_t kAtOnce = kTiles % 4 == 0 ? 4 : kTiles % 3 == 0 ? 3 : kTiles;
   static_assert(kTiles * kSharers == kValueTiles && kTiles <= 8);
 
-  // Ends the turn that is under way, if there is one, and begins the next: scratch is free then. False: the input of the item is
-  // there, and its pages are whole.
-  MK_DEVICE static bool next_turn() {
-    Consumer c;
-    c.load();
-    Worker& w = c.w;
-    if (StretchWalk::own().brings) {
-      w.sync();
-      c.take_input();
-      trace::data(w, abi::Role::kConsumer);
-    }
-    StretchWalk walk = StretchWalk::own();
-    const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, fields_of<tasks::Attention<kConfig>>(*w.record));
-    const Ring first = walk.first();
-    if (walk.brings) {
-      await_pages(w, item, first);
-      put_fresh(w, item, walk.turn.fresh(), first);
-    }
-    walk.brings = walk.turn.next(item);
-    if (walk.brings) {
-      walk.give_scratch(c);
-      w.wait_barrier(&block().input_empty, c.input_parity ^ 1);  // all have
-      walk.held = true;
-    } else {
-      await_pages(w, item, first);
-      if (item.fresh().count > 0) w.sync();
-    }
-    walk.put();
-    c.save_met();
-    return walk.brings;
-  }
-
-  // Consumers, who have nothing else to do, bring a part of the input as loaders do.
-  MK_DEVICE static void bring_turn() {
+  // The consumers bring the queries, if scratch does not have them.
+  MK_DEVICE static void bring_queries() {
     LoadingConsumer own;
     own.w.load();
-    Worker& w = own.w;
     const StretchWalk& walk = StretchWalk::own();
-    const Fields& f = fields_of<tasks::Attention<kConfig>>(*w.record);
-    const PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, f);
-    HeadLoader<kConfig, PageItems<kConfig, true>, true, LoadingConsumer>{{}, own, f, item}.put_stretch(
-        walk.turn.fresh(), walk.turn.heads);
-    __syncwarp();
+    if (!walk.brings) return;
+    const Fields& f = fields_of<tasks::Attention<kConfig>>(*own.w.record);
+    HeadLoader<kConfig, Item, true, LoadingConsumer>{{}, own, f, walk.item}.put_queries();
+    own.w.sync();
+    trace::data(own.w, abi::Role::kConsumer);
+    own.w.save();
   }
 
   // All of them are there: so nobody is two phases behind, however early others give back.
@@ -229,40 +192,6 @@ struct StretchBlocks : PageScores<kConfig> {
     const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
 #pragma unroll 1
     for (uint32_t i = 0; i < count; ++i, at.next()) w.wait_barrier(&block().full[at.slot], at.parity);
-  }
-
-  // Where the keys, or the values, of a page of the item begin as offsets inside a page say.
-  MK_DEVICE static uint8_t* page_at(const Item& item, Ring first, uint32_t page, bool values) {
-    first.skip((page - item.page) * kPageStages + (kTwoStages && values));
-    return block().ring[first.slot] - (kTwoStages && values ? kKeyBytes : 0);
-  }
-
-  // What the loaders have lent of fresh rows, into the pages in the ring, by all lanes of the group.
-  MK_DEVICE static void put_fresh(Worker& w, const Item& item, const FreshRows& fresh, const Ring& first) {
-    constexpr uint32_t kKeyQuads = kDim / kInQuad;
-    const uint32_t position = w.header->row[fresh.first].position;
-#pragma unroll 1
-    for (uint32_t n = w.lane(); n < fresh.count * 2 * kKeyQuads; n += w.lanes()) {
-      const uint32_t r = n / (2 * kKeyQuads), i = n % (2 * kKeyQuads), token = (position + r) % kPage;
-      const uint8_t* from = block().scratch + kFreshAt + r * kFreshBytes;
-      const Quad bits = *reinterpret_cast<const Quad*>(from + i * 16);
-      const bool value = i >= kKeyQuads;
-      uint8_t* page = page_at(item, first, (position + r) / kPage, value);
-      if (value) {
-        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-        Shape::put_value(page, token, (i - kKeyQuads) * kInQuad, words);
-      } else {
-        *reinterpret_cast<Quad*>(page + Shape::key_at(token, i * kInQuad)) = bits;
-      }
-      if constexpr (kEight) {
-        if (i < 2) {
-          uint8_t* values = page_at(item, first, (position + r) / kPage, true);
-          values[kExponents + i * kPage + token] = from[2 * kDim + i];
-        }
-      }
-    }
-    fence_shared_for_copies();  // before the stages are filled again
-    __syncwarp();
   }
 
   // The q-rows of this consumer's pair.
@@ -284,19 +213,39 @@ struct StretchBlocks : PageScores<kConfig> {
     bool whole;  // all see all of it
   };
 
-  // This warp's pair against the whole piece, and published; and the pages given back. All runs are gone through for the
-  // largest score, then once more for the sums.
-  MK_DEVICE static void attend_pair() {
-    Consumer c;
-    c.load();
-    Worker& w = c.w;
-    const StretchWalk& walk = StretchWalk::own();
-    const Item item = walk.item;
-    const Ring first = walk.first();
-    if (w.warp() / kSharers * kPairRows < item.group_rows * kGroup) {
-      attend_runs(w, fields_of<tasks::Attention<kConfig>>(*w.record), item, first.slot);
-    }
-    give_back_pages(c, item, first);
+  // This warp's pair against all pieces that the tile has of the stretch, one after the other, and published; and the pages
+  // given back. Of a piece all runs are gone through for the largest score, then once more for the sums. Where the warp is
+  // comes from shared memory for each piece, so that nothing lives while it computes.
+  MK_DEVICE static void attend_pieces() {
+    bool more;
+#pragma unroll 1
+    do {
+      Consumer c;
+      c.load();
+      Worker& w = c.w;
+      const StretchWalk& walk = StretchWalk::own();
+      const Item item = walk.item;
+      const Ring first = c.ring;
+      await_pages(w, item, first);
+      if (w.warp() / kSharers * kPairRows < item.group_rows * kGroup) {
+        attend_runs(w, fields_of<tasks::Attention<kConfig>>(*w.record), item, first.slot);
+      }
+      give_back_pages(c, item, first);
+      c.ring.skip((item.last_page - item.page + 1) * kPageStages);
+      c.save_own();
+      more = next_piece(w);
+    } while (more);
+  }
+  MK_DEVICE static bool next_piece(const Worker& w) {
+    StretchWalk& walk = StretchWalk::own();
+    PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, fields_of<tasks::Attention<kConfig>>(*w.record));
+    if (item.piece + 1 >= item.piece_end) return false;
+    ++item.piece;
+    item.set_pages();
+    __syncwarp();
+    if (w.warp_lane() == 0) walk.item.piece = item.piece, walk.item.page = item.page, walk.item.last_page = item.last_page;
+    __syncwarp();
+    return true;
   }
 
   MK_DEVICE static void attend_runs(Worker& w, const Fields& f, const Item& item, uint32_t first_slot) {
