@@ -1,7 +1,8 @@
 // The driver of a worker whose roles are warps of one block. Each role walks the worker's queue by itself:
 //
 //   control    reads records and headers ahead into shared memory, ends steps, answers the roll-call
-//   producer   starts the copies of every record's stream; never waits for another worker, so it may be a step ahead
+//   producer   starts the copies of every record's stream; waits for no other worker, but for pages with rows of this step, so
+//              it may be a step ahead
 //   loaders    bring the input of a record, when other workers have published it, to where the consumers read it
 //   consumers  take the stages in the order of the queue and compute; the group of them runs simple tasks
 //   storer     sums, runs epilogues, publishes

@@ -18,7 +18,7 @@ of the two wrote them. The schedule counts it as written by combine, which comes
 Rows of one slot are consecutive and form a group. The items of a KV head are (group, piece) in order, pieces
 ascending; tile `g * splits + s` takes every item j of head g with (j + g) % splits == s. So one tile alone touches a
 page of this step's positions: it appends and it reads them. A device may deal parts of a group as groups of their own:
-then the part that a row is in appends it, and those behind it compute its keys and values again.
+then its tiles share the appending, and whoever reads a page with such rows waits until all are there.
 """
 
 from __future__ import annotations
