@@ -187,11 +187,17 @@ struct StretchBlocks : PageScores<kConfig> {
     own.w.save();
   }
 
-  // All of them are there: so nobody is two phases behind, however early others give back.
+  // All of them are there: so nobody is two phases behind, however early others give back. Each lane looks for one.
   MK_DEVICE static void await_pages(Worker& w, const Item& item, Ring at) {
     const uint32_t count = (item.last_page - item.page + 1) * kPageStages;
+    if constexpr (kChaos) w.random = random_delay(w.random);
+    at.skip(tasks::least(w.warp_lane(), count - 1));
+    const uint32_t address = shared_address(&block().full[at.slot]);
 #pragma unroll 1
-    for (uint32_t i = 0; i < count; ++i, at.next()) w.wait_barrier(&block().full[at.slot], at.parity);
+    while (!__all_sync(0xffffffffu, barrier_try(address, at.parity))) {
+      if (*static_cast<volatile uint32_t*>(&block().stop) != 0) end_thread();
+    }
+    __syncwarp();
   }
 
   // The q-rows of this consumer's pair.
@@ -352,7 +358,7 @@ struct StretchBlocks : PageScores<kConfig> {
 #pragma unroll
     for (uint32_t j = 0; j < 4; ++j) {
 #pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) top[i / 2] = max(top[i / 2], s[j][i]);
+      for (uint32_t i = 0; i < 4; ++i) top[i / 2] = fmaxf(top[i / 2], s[j][i]);
     }
   }
 
@@ -361,7 +367,7 @@ struct StretchBlocks : PageScores<kConfig> {
 #pragma unroll
     for (uint32_t d = 1; d < 4; d *= 2) {
 #pragma unroll
-      for (uint32_t h = 0; h < 2; ++h) top[h] = max(top[h], __shfl_xor_sync(0xffffffffu, top[h], d));
+      for (uint32_t h = 0; h < 2; ++h) top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], d));
     }
   }
 
