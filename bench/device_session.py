@@ -93,15 +93,16 @@ def admit(
 
 
 def generate(
-    run: Runtime, prompts: Sequence[Sequence[int]], count: int, params: Mapping[str, Any] | None = None
-) -> list[list[int]]:
-    """Tokens of several sequences at once; greedy unless `params` says otherwise."""
+    run: Runtime, prompts: Sequence[Sequence[int]], count: int, params: Mapping[str, Any] | None = None,
+    limit_s: float = 60.0,
+) -> list[list[int]]:  # fmt: skip
+    """Tokens of several sequences at once; greedy unless `params` says otherwise. `limit_s`: for all of them."""
     run.reset()
     for slot, prompt in enumerate(prompts):
         admit(run, slot, prompt, len(prompt) + count, params=params)
     out: list[list[int]] = [[] for _ in prompts]
     run.launch(10_000)
-    run.finish(60.0)
+    run.finish(limit_s)
     for e in run.events():
         out[int(e["slot"])].append(int(e["token"]))
     return out

@@ -54,10 +54,12 @@ __device__ __noinline__ void clear_many() {
 
 #include "megakernel/device/cuda_stretch.cuh"
 
+#include "megakernel/device/cuda_page_copies.cuh"
+
 namespace megakernel::dev {
 
 template <tasks::AttentionConfig kConfig>
-struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
+struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
   using Task = tasks::Attention<kConfig>;
   using Shape = PageShape<kConfig>;
   using Fields = abi::AttentionFields;
@@ -72,6 +74,8 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
   using Scores::kTwoStages, Scores::kPageStages, Scores::kInQuad, Scores::kTilesAtOnce;
   using Scores::give_back_pages, Scores::keys_at, Scores::values_at, Scores::score, Scores::soften;
   using Scores::one_piece, Scores::output_at, Scores::partial_at;
+  using Copies = PageCopies<kConfig>;
+  using Copies::stored_in;
   static constexpr bool kProduces = true, kStores = false, kLoads = true, kNeedsHeader = true;
   static constexpr uint32_t kTopBytes = kBlockRows * kConsumers * sizeof(float2);
   static_assert(kConfig.kv_dtype != DType::kF32, "matrix cores take keys and values of 16 bits or less");
@@ -89,89 +93,7 @@ struct Core<tasks::Attention<kConfig>> : StretchBlocks<kConfig> {
     }
     produce_groups();
   }
-  static __device__ __noinline__ void produce_groups() { produce_as<false>(); }
-
-  template <bool kStretches>
-  MK_DEVICE static void produce_as() {
-    Producer p;
-    p.load();
-    Worker& w = p.w;
-    const abi::Record& record = *w.record;
-    const Fields& f = fields_of<Task>(record);
-    const char* pool = reinterpret_cast<const char*>(w.args.kv + f.layer * w.args.kv_layer_stride);
-    KnownPages& known = block().known_pages;
-    if (known.step == w.step && known.tile == record.tile_begin && known.window == f.window) {
-      bool there = !kStretches;
-#pragma unroll 1
-      for (uint32_t i = 0; i < known.count; ++i) {
-        if (!there && known.fresh >> i & 1) await_stored(p), there = true;
-        put_page(p, pool, known.page[i], known.head);
-      }
-    } else {
-      fence_global_for_copies();
-      find_pages<kStretches>(p, record, f, known, pool);
-    }
-    trace::passed(w, known.count > 0);
-    p.save();
-  }
-
-  // Until the loaders of all workers have stored the keys and values of this step's rows that are in stretches. Of what it
-  // waits for its own worker has done its part before it wants a page of this record.
-  MK_DEVICE static void await_stored(Producer& p) {
-    const uint32_t counter = packed_counter(p.w);
-    const uint64_t target = stored_in(p.w.header->wide_rows), *at = counter_of(p.w, counter);
-    Patience patience;
-#pragma unroll 1
-    for (;;) {
-      const uint64_t value = load_acquire(at);
-      if (value >= target) break;
-      if (!patience.over()) continue;
-      drain_copies();
-      give_up(abi::FaultKind::kWaitBudget, counter, value, target);
-    }
-    fence_global_for_copies();
-  }
-  // What the counter of a node has when the keys and values of so many rows are stored.
-  MK_DEVICE static uint64_t stored_in(uint64_t rows) { return rows * (2 * kKvHeads); }
-
-  MK_DEVICE static void put_page(Producer& p, const char* pool, uint32_t page, uint32_t head) {
-    const char* unit = pool + (uint64_t(page) * kKvHeads + head) * kUnitBytes;
-    p.put(unit, kTwoStages ? kKeyBytes : kUnitBytes);
-    if constexpr (kTwoStages) p.put(unit + kKeyBytes, kUnitBytes - kKeyBytes);
-  }
-
-  // The pages of all items, which become known, unless there are too many or they are of several heads.
-  template <bool kStretches>
-  MK_DEVICE static void find_pages(
-      Producer& p, const abi::Record& record, const Fields& f, KnownPages& known, const char* pool) {
-    Worker& w = p.w;
-    Items<kStretches> items(*w.header, record, f);
-    const uint32_t head = items.head;
-    uint32_t count = 0, fresh = 0;
-    bool there = false;
-    __syncwarp();  // all have seen what was known
-#pragma unroll 1
-    while (items.next()) {
-      const uint32_t pages = items.last_page - items.page + 1;
-      const uint32_t* table = reinterpret_cast<const uint32_t*>(w.args.page_table) +
-                              uint64_t(w.header->row[items.group_row].slot) * w.args.pages_per_slot + items.page;
-      const uint32_t mine = w.warp_lane() < pages ? load_word(table + w.warp_lane()) : 0;
-      if (w.warp_lane() < pages && count + pages <= KnownPages::kMost) known.page[count + w.warp_lane()] = mine;
-      const uint32_t fresh_page = items.fresh_page();
-#pragma unroll 1
-      for (uint32_t i = 0; i < pages; ++i, ++count) {
-        if (kStretches && items.page + i >= fresh_page) {
-          if (!there) await_stored(p);
-          there = true;
-          if (count < KnownPages::kMost) fresh |= 1u << count;
-        }
-        put_page(p, pool, __shfl_sync(0xffffffffu, mine, i), items.head);
-      }
-    }
-    known.step = record.tile_count == 1 && count <= KnownPages::kMost ? w.step : 0;
-    known.tile = record.tile_begin, known.window = f.window, known.head = head, known.count = count, known.fresh = fresh;
-    __syncwarp();
-  }
+  static __device__ __noinline__ void produce_groups() { Copies::template produce_as<false>(); }
 
   // ---------------------------------------------------------------------------------------------- loaders
   static __device__ __noinline__ void load() { load_as<false>(); }
