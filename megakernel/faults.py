@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megakernel.builder.program import Program
 from megakernel.errors import FaultReport, ProgramError
-from megakernel.tasks.record import NONE, OPCODE_END, FaultKind, Role
+from megakernel.tasks.record import NONE, OPCODE_END, TILE_ROWS, FaultKind, Role
 
 Counters = npt.NDArray[np.uint64]
 
@@ -30,6 +30,8 @@ def decode_fault(raw: Mapping[str, int], program: Program, counters: Counters | 
         details += missing_signals(program, counters, raw["step"])
     if kind is FaultKind.PEER_BUDGET:
         details.append(_peer(program, raw))
+    elif kind is FaultKind.WAIT_BUDGET and (wide := _wide_count(program, raw["counter"])):
+        details.append(f"the counter is of {wide[0]}")
     return FaultReport(
         kind=kind.name.lower().replace("_", " "),
         task=node.task if node else variant,
@@ -60,10 +62,36 @@ def _peer(program: Program, raw: Mapping[str, int]) -> str:
     return f"{who} sent {raw['value'] - (raw['step'] - 1) * tiles} of {tiles} tiles of its part of {exchange}"
 
 
+def _wide_count(program: Program, counter: int) -> tuple[str, int] | None:
+    """Of a counter behind those of the schedule, which steps of many rows have on CUDA devices: what it counts, and the
+    node whose records add to it. Two a node, from the end on: see device/cuda_wide_order.cuh."""
+    m = program.manifest
+    back = m.counter_count - 1 - counter
+    if m.backend != "cuda" or m.max_rows <= TILE_ROWS or not 0 <= back < 2 * len(m.nodes):
+        return None
+    node, sums = back // 2, back % 2 != 0
+    name = m.nodes[node].name
+    if sums:
+        return f"{name}'s sums of shares of its columns", node
+    if m.nodes[node].task == "attention":
+        return f"keys and values that {name} stores before their pages are copied", node
+    variants = {m.variants[int(r["opcode"])] for r in program.records[program.records["node"] == node] if _is_task(r)}
+    given = any("given_wide = true" in v for v in variants)
+    return f"the packed input of {name}", node - 1 if given else node
+
+
+def _is_task(record: Any) -> bool:
+    return int(record["opcode"]) != OPCODE_END
+
+
 def producers_of(program: Program, counter: int) -> tuple[str, ...]:
     """Who signals a counter: node, tiles and worker of each record, and the counter of its group if there is one."""
     if counter == NONE:
         return ()
+    if wide := _wide_count(program, counter):
+        at = zip(*np.nonzero(program.records["node"] == wide[1]), strict=True)
+        found = [(int(w), program.records[w, i]) for w, i in at]
+        return tuple(_describe(program, worker, r) for worker, r in found if _is_task(r))
     own = [_describe(program, worker, r) for worker, r in _signallers(program, counter)]
     for group in _relays_to(program, counter):
         own += [f"{_describe(program, w, r)} through counter {group}" for w, r in _signallers(program, group)]
@@ -134,7 +162,7 @@ def _short(counters: Counters, wait: Any, step: int) -> bool:
 def _signallers(program: Program, counter: int) -> Iterator[tuple[int, Any]]:
     records = program.records
     for worker, index in zip(*np.nonzero(records["signal"] == counter)):
-        if int(records[worker, index]["opcode"]) != OPCODE_END:
+        if _is_task(records[worker, index]):
             yield int(worker), records[worker, index]
 
 
