@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -141,6 +142,7 @@ class Engine:
         self._embedding = itertools.count()
         self._launches = self._faults = self._steps = self._kernel_tokens = 0
         self._base = (0, 0)  # steps and tokens of the kernel before its last reset
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._drive, name="megakernel-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -164,6 +166,10 @@ class Engine:
 
         `listen` is called on the driver thread after every token and at the end; it must not block. `processor` is
         called there before every token, with those before it; the slot waits for it, so it makes its request slow."""
+        self._check_process()
+        for name, given in (("listen", listen), ("processor", processor)):
+            if given is not None and not callable(given):
+                raise InvalidRequest(f"{name}: expected a callable, got {type(given).__name__}")
         chosen = params or SamplingParams()
         ids, rows = self._embedded(prompt_ids, embeddings)
         ids = self._checked(ids, 0 if rows is None else -EMBEDDED)
@@ -177,7 +183,8 @@ class Engine:
         if self._pages.pages_for(limit) > self._pages.pages:
             raise CapacityError(
                 f"a request of {limit} tokens needs {self._pages.pages_for(limit)} KV pages; the engine has "
-                f"{self._pages.pages}; lower max_tokens or give the engine more"
+                f"{self._pages.pages}; lower max_tokens, got {chosen.max_tokens}, or open the model with more kv_pages "
+                "(--kv-pages)"
             )
         own = () if chosen.ignore_eos else self.stop_ids
         stops = tuple(dict.fromkeys((*own, *chosen.stop_ids)))
@@ -202,6 +209,7 @@ class Engine:
         return self._wait_for(_Job(function), self._side_jobs)
 
     def _wait_for(self, job: _Job[T], jobs: deque[_Job[Any]]) -> T:
+        self._check_process()
         with self._changed:
             self._check_open()
             jobs.append(job)
@@ -321,6 +329,13 @@ class Engine:
                 "the model with a larger max_context"
             )
         return ids
+
+    def _check_process(self) -> None:
+        """A forked child has no driver thread, and perhaps a lock that nobody will give back."""
+        if os.getpid() != self._process:
+            raise EngineClosed(
+                f"the engine belongs to process {self._process}, this is process {os.getpid()}; open the model here"
+            )
 
     def _check_open(self) -> None:
         if self._failure is not None:

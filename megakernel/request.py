@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ import numpy.typing as npt
 from megakernel.errors import InvalidRequest, MegakernelError
 from megakernel.kv_tensors import Kv
 from megakernel.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ class Request:
                 if made is None:
                     self.end("stop")
                     return None
-                row += made
+                self._add(row, made)
         except Exception as e:  # the caller's own code
             self.fail(e)
             return None
@@ -179,6 +182,17 @@ class Request:
         if not row.max() > -np.inf:
             self.fail(InvalidRequest("the logits processor allows no token"))
         return row
+
+    def _add(self, row: npt.NDArray[np.float32], made: Any) -> None:
+        try:
+            row += made
+        except (TypeError, ValueError) as e:
+            shape = getattr(made, "shape", None)
+            got = type(made).__name__ if shape is None else f"{type(made).__name__} {list(shape)} of {made.dtype}"
+            raise InvalidRequest(
+                f"processor of request {self.number}: expected numbers [{len(row)}] to add to the logits, or None; "
+                f"got {got}"
+            ) from e
 
     def admitted(self, slot: int) -> None:
         self.slot = slot
@@ -220,8 +234,18 @@ class Request:
         self._over.set()
 
     def _tell(self) -> None:
-        if self._listen is not None:
-            self._listen()
+        listen = self._listen
+        if listen is None:
+            return
+        try:
+            listen()
+        except Exception as e:  # the caller's own code: it ends its own request and is not called again
+            self._listen = None
+            said = f"listen of request {self.number}: expected a callable that returns, got {type(e).__name__}: {e}"
+            log.error("%s; the request fails, others go on", said)
+            failure = InvalidRequest(said)
+            failure.__cause__ = e
+            self.fail(failure)
 
     def timings(self) -> Timings:
         """Of an ended request."""

@@ -174,7 +174,7 @@ class Runtime:
                 raise CapacityError(
                     f"program {self.manifest.name} does not fit device {self.device.name} (at {name}, {size:,} bytes: "
                     f"{e}); it needs weights {need.weights:,}, KV {need.kv:,}, workspace {need.workspace:,}, control "
-                    f"{need.control:,} bytes; lower max_context or max_slots"
+                    f"{need.control:,} bytes; lower max_context, max_slots or kv_pages"
                 ) from e
 
     def reset(self) -> None:

@@ -321,7 +321,7 @@ def runtime_slot(values: dict[str, int]) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------- runtime
 def test_memory_is_reported_and_must_fit() -> None:
     device = FakeDevice(memory=100_000)
-    with pytest.raises(CapacityError, match=r"does not fit device fake.*lower max_context or max_slots"):
+    with pytest.raises(CapacityError, match=r"does not fit device fake.*lower max_context, max_slots or kv_pages"):
         Runtime(fake_program(), device, no_weights)
     assert not device.buffers
     runtime = Runtime(fake_program(), FakeDevice(), no_weights)
@@ -357,6 +357,46 @@ def test_a_launch_cannot_overflow_the_ring() -> None:
     runtime = Runtime(fake_program(max_slots=16), FakeDevice(), no_weights)
     assert runtime.max_steps(10**9) * 2 * 16 <= RING_ENTRIES
     runtime.close()
+
+
+def test_a_caller_whose_listen_raises_ends_its_own_request_alone() -> None:
+    with open_engine(FakeDevice(step_s=0.001), max_slots=3) as engine:
+        calls: list[int] = []
+
+        def listen() -> None:
+            calls.append(1)
+            raise ValueError("the caller's mistake")
+
+        with held(engine):
+            bad = engine.submit([1], greedy(50), listen=listen)
+            others = [engine.submit([i], greedy(20)) for i in (2, 3, 4, 5)]
+        with pytest.raises(InvalidRequest, match=r"listen of request 1: expected .*, got ValueError: the caller's mis"):
+            bad.result(10)
+        for i, request in zip((2, 3, 4, 5), others, strict=True):
+            assert list(request.result(10).token_ids) == expected([i], 20)
+        assert len(calls) == 1 and not engine.closed
+        for wrong in ({"listen": 5}, {"processor": 5}):
+            with pytest.raises(InvalidRequest, match=f"{next(iter(wrong))}: expected a callable, got int"):
+                engine.submit([1], greedy(1), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [(np.zeros((1, VOCAB)), rf"ndarray \[1, {VOCAB}\] of float64"), ("a", "str"), (np.zeros(3), r"\[3\]")],
+)
+def test_what_a_processor_returns_is_checked(engine: Engine, made: object, got: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"processor of request \d+: expected numbers \[{VOCAB}\].*got .*{got}"):
+        engine.submit([1], greedy(2), processor=lambda _: made).result(10)
+    assert list(engine.submit([1], greedy(4)).result(10).token_ids) == expected([1], 4)
+
+
+def test_a_forked_child_is_told_that_the_engine_is_not_its_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("megakernel.engine.os.getpid", lambda: 1)
+        for call in (lambda: engine.submit([1], greedy(1)), lambda: engine.exclusive(lambda _: None)):
+            with pytest.raises(EngineClosed, match=r"belongs to process \d+, this is process 1; open the model here"):
+                call()
+    assert list(engine.submit([1], greedy(4)).result(10).token_ids) == expected([1], 4)
 
 
 def test_fault_records_are_read_with_care() -> None:
