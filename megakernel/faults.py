@@ -75,13 +75,9 @@ def _wide_count(program: Program, counter: int) -> tuple[str, int] | None:
         return f"{name}'s sums of shares of its columns", node
     if m.nodes[node].task == "attention":
         return f"keys and values that {name} stores before their pages are copied", node
-    variants = {m.variants[int(r["opcode"])] for r in program.records[program.records["node"] == node] if _is_task(r)}
+    variants = (m.variants[int(r["opcode"])] for _, r in _tasks(program, "node", node))
     given = any("given_wide = true" in v for v in variants)
     return f"the packed input of {name}", node - 1 if given else node
-
-
-def _is_task(record: Any) -> bool:
-    return int(record["opcode"]) != OPCODE_END
 
 
 def producers_of(program: Program, counter: int) -> tuple[str, ...]:
@@ -89,12 +85,10 @@ def producers_of(program: Program, counter: int) -> tuple[str, ...]:
     if counter == NONE:
         return ()
     if wide := _wide_count(program, counter):
-        at = zip(*np.nonzero(program.records["node"] == wide[1]), strict=True)
-        found = [(int(w), program.records[w, i]) for w, i in at]
-        return tuple(_describe(program, worker, r) for worker, r in found if _is_task(r))
-    own = [_describe(program, worker, r) for worker, r in _signallers(program, counter)]
+        return tuple(_describe(program, worker, r) for worker, r in _tasks(program, "node", wide[1]))
+    own = [_describe(program, worker, r) for worker, r in _tasks(program, "signal", counter)]
     for group in _relays_to(program, counter):
-        own += [f"{_describe(program, w, r)} through counter {group}" for w, r in _signallers(program, group)]
+        own += [f"{_describe(program, w, r)} through counter {group}" for w, r in _tasks(program, "signal", group)]
     return tuple(own)
 
 
@@ -105,7 +99,7 @@ def missing_signals(program: Program, counters: Counters, step: int) -> list[str
     said = []
     free = set(_unblocked(program, counters, step))
     for counter in range(len(counters)):
-        makers = list(_signallers(program, counter))
+        makers = list(_tasks(program, "signal", counter))
         got = int(counters[counter]) - (step - 1) * len(makers)
         ready = [(worker, r) for worker, r in makers if _key(worker, r) in free]
         if makers and got < len(ready):
@@ -159,10 +153,11 @@ def _short(counters: Counters, wait: Any, step: int) -> bool:
     return counter < len(counters) and int(counters[counter]) < int(wait["count"]) * step
 
 
-def _signallers(program: Program, counter: int) -> Iterator[tuple[int, Any]]:
+def _tasks(program: Program, field: str, value: int) -> Iterator[tuple[int, Any]]:
+    """Worker and record of each task whose record has that value in that field."""
     records = program.records
-    for worker, index in zip(*np.nonzero(records["signal"] == counter)):
-        if _is_task(records[worker, index]):
+    for worker, index in zip(*np.nonzero(records[field] == value)):
+        if int(records[worker, index]["opcode"]) != OPCODE_END:
             yield int(worker), records[worker, index]
 
 
