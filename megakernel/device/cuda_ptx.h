@@ -198,6 +198,14 @@ MK_DEVICE Quad load_quad(const void* p) {  // may be seen at any time, never fro
   return v;
 }
 
+// From shared memory, in the order in which it is written here.
+MK_DEVICE Quad load_shared(const void* p) {
+  Quad v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)));
+  return v;
+}
+
 MK_DEVICE uint32_t load_word(const void* p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -138,39 +138,51 @@ MK_DEVICE void multiply_tile(Chains& d, const Quad (&a)[2], const Quad& b) {
   multiply<kHalf>(d[1], a[1].x, a[1].y, a[1].z, a[1].w, b.z, b.w);
 }
 
-// One chunk; the same of the warp's second tile of weights is `tile_bytes` further.
-template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles>
-MK_DEVICE void multiply_part(WideChains& d, const uint8_t* input, const uint8_t* weights, uint32_t tile_bytes) {
+// The operands of a chunk; those of the warp's second tile of weights are `tile_bytes` further.
+template <uint32_t kRowTiles, uint32_t kTiles>
+struct ChunkOperands {
   Quad a[kRowTiles][2], b[kTiles];
-#pragma unroll
-  for (uint32_t i = 0; i < kRowTiles; ++i) {
-    a[i][0] = *reinterpret_cast<const Quad*>(input + i * (WidePart::kRowStride * 1024));
-    a[i][1] = *reinterpret_cast<const Quad*>(input + i * (WidePart::kRowStride * 1024) + 512);
-  }
-#pragma unroll
-  for (uint32_t j = 0; j < kTiles; ++j) b[j] = *reinterpret_cast<const Quad*>(weights + j * tile_bytes);
-#pragma unroll
-  for (uint32_t i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) multiply_tile<kHalf>(d[i][j], a[i], b[j]);
-  }
-}
 
-// A warp's part of a unit of a slice: most units have four chunks of a share. Two at a time: with more on their way what
-// lives through the product would not stay in registers.
+  MK_DEVICE void load(const uint8_t* input, const uint8_t* weights, uint32_t tile_bytes) {
+#pragma unroll
+    for (uint32_t j = 0; j < kTiles; ++j) b[j] = load_shared(weights + j * tile_bytes);
+#pragma unroll
+    for (uint32_t i = 0; i < kRowTiles; ++i) {
+      a[i][0] = load_shared(input + i * (WidePart::kRowStride * 1024));
+      a[i][1] = load_shared(input + i * (WidePart::kRowStride * 1024) + 512);
+    }
+  }
+  template <bool kHalf>
+  MK_DEVICE void multiply(WideChains& d) const {
+#pragma unroll
+    for (uint32_t i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (uint32_t j = 0; j < kTiles; ++j) multiply_tile<kHalf>(d[i][j], a[i], b[j]);
+    }
+  }
+};
+
+// A warp's part of a unit of a slice: most units have four chunks of a share. Operands of the next chunk are on their way
+// while one is multiplied: a product that waits for its own takes as long as five that do not.
 template <bool kHalf, uint32_t kRowTiles, uint32_t kTiles>
 MK_DEVICE void multiply_unit(WideChains& d, const uint8_t* input, const uint8_t* weights, uint32_t row_bytes, uint32_t count) {
   if (count == kMaxChunks) {
-#pragma unroll 2
+    constexpr uint32_t kTileBytes = WidePart::kTileStride * kMaxChunks * 512;
+    ChunkOperands<kRowTiles, kTiles> of[2];
+    of[0].load(input, weights, kTileBytes);
+#pragma unroll
     for (uint32_t c = 0; c < kMaxChunks; ++c) {
-      multiply_part<kHalf, kRowTiles, kTiles>(
-          d, input + c * row_bytes, weights + c * 512, WidePart::kTileStride * kMaxChunks * 512);
+      input += row_bytes;
+      if (c + 1 < kMaxChunks) of[(c + 1) % 2].load(input, weights + (c + 1) * 512, kTileBytes);
+      of[c % 2].template multiply<kHalf>(d);
     }
     return;
   }
 #pragma unroll 1
   for (uint32_t c = 0; c < count; ++c) {
-    multiply_part<kHalf, kRowTiles, kTiles>(d, input + c * row_bytes, weights + c * 512, WidePart::kTileStride * count * 512);
+    ChunkOperands<kRowTiles, kTiles> of;
+    of.load(input + c * row_bytes, weights + c * 512, WidePart::kTileStride * count * 512);
+    of.template multiply<kHalf>(d);
   }
 }
 

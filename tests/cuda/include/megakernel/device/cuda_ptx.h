@@ -109,6 +109,7 @@ T load_as_one(const void* p, int order = __ATOMIC_RELAXED) {
   return T(__atomic_load_n(static_cast<const T*>(p), order));
 }
 inline uint32_t load_word(const void* p) { return load_as_one<uint32_t>(p); }
+inline Quad load_shared(const void* p) { return *static_cast<const Quad*>(p); }
 inline Quad load_quad(const void* p) {
   emulator::before_load();
   Quad v;
