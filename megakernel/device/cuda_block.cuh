@@ -134,6 +134,7 @@ struct alignas(128) Block {
   uint64_t broadcast_word[2];
   RoleState state[kWarps];
   RoomState room[kWarps];
+  uint32_t answer[kWarps];   // of a function to its warp, see own_answer()
   CopyState copying[kStages];
   uint32_t walk[kConsumers][kWalkWords];  // see StretchWalk
   uint32_t stop;             // every thread of the block ends when it next waits
@@ -245,5 +246,7 @@ MK_DEVICE void warp_meets() { __syncwarp(); }
 MK_DEVICE bool first_warp() { return threadIdx.x < 32; }
 MK_DEVICE RoleState& own_state() { return block().state[threadIdx.x / 32]; }
 MK_DEVICE RoomState& own_room() { return block().room[threadIdx.x / 32]; }
+// What a function that is called has to say: the compiler may return values through local memory, see RoleState.
+MK_DEVICE uint32_t& own_answer() { return block().answer[threadIdx.x / 32]; }
 
 }  // namespace megakernel::dev

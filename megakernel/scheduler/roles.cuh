@@ -69,9 +69,9 @@ MK_DEVICE void dispatch(uint32_t opcode, F f, TaskList<T, Rest...>) {
 // ------------------------------------------------------------------------------------------------ consumers and storer
 // Nothing lives from one of these functions to the next: see dev::RoleState.
 
-// The next step's header is there. False: the launch ends here.
+// The next step's header is there. Answers whether it runs: else the launch ends here.
 template <bool kProducer = false>
-MK_OUT_OF_LINE bool await_header() {
+MK_OUT_OF_LINE void await_header() {
   Worker w;
   w.load();
   const uint32_t copy = w.step & 1, parity = w.state().header_parity;
@@ -80,9 +80,16 @@ MK_OUT_OF_LINE bool await_header() {
   } else {
     w.wait_barrier(&block().header_full[copy], parity >> copy & 1);
   }
+  const bool runs = w.header->exit == uint32_t(abi::ExitReason::kRunning);
   w.state_to_write().header_parity = parity ^ 1u << copy;
+  dev::own_answer() = runs;
   w.save();
-  return w.header->exit == uint32_t(abi::ExitReason::kRunning);
+}
+
+template <bool kProducer = false>
+MK_DEVICE bool step_begins() {
+  await_header<kProducer>();
+  return dev::own_answer() != 0;
 }
 
 MK_OUT_OF_LINE void begin_step() {
@@ -101,40 +108,50 @@ MK_OUT_OF_LINE void end_step() {
   dev::barrier_arrive_warp(&block().step_done);
 }
 
-// The opcode of the next record that control has put into shared memory.
-MK_OUT_OF_LINE uint32_t next_record() {
+// Waits for the record that control puts into this place, and answers with its opcode.
+MK_DEVICE void await_record(dev::RingPlace at) {
   Worker w;
-  w.load();
   dev::RoleState& s = w.state();
-  const abi::Record* record = &block().record[s.record_slot];
-  w.wait_barrier(&block().record_full[s.record_slot], s.record_parity);
+  if constexpr (dev::kChaos) w.random = s.random;
+  w.wait_barrier(&block().record_full[at.slot], at.parity);
+  const abi::Record& record = block().record[at.slot];
+  const uint32_t index = block().record_at[at.slot], opcode = record.opcode;
   dev::warp_meets();
-  s.record = record;
-  s.record_index = block().record_at[s.record_slot];
-  w.save();
-  return record->opcode;
+  if constexpr (dev::kChaos) s.random = w.random;
+  s.record = &record;
+  s.record_index = index;
+  dev::own_answer() = opcode;
+  dev::warp_meets();
 }
 
-MK_OUT_OF_LINE void done_record() {
+// This warp is done with its record. Returns where the next will be.
+MK_DEVICE dev::RingPlace leave_record() {
   dev::RoleState& s = dev::own_state();
   const uint32_t slot = s.record_slot, parity = s.record_parity;
   const bool wraps = slot + 1 == dev::kRecords;
   trace::done(block(), slot, dev::role_of_warp());
   dev::warp_meets();
   dev::barrier_arrive_warp(&block().record_empty[slot]);
+  const dev::RingPlace next{wraps ? 0 : slot + 1, wraps ? parity ^ 1 : parity};
   s.record = nullptr;
-  s.record_slot = wraps ? 0 : slot + 1;
-  s.record_parity = wraps ? parity ^ 1 : parity;
+  s.record_slot = next.slot;
+  s.record_parity = next.parity;
+  return next;
+}
+
+MK_OUT_OF_LINE void first_record() { await_record({dev::own_state().record_slot, dev::own_state().record_parity}); }
+MK_OUT_OF_LINE void next_record() { await_record(leave_record()); }
+MK_OUT_OF_LINE void last_record() {
+  leave_record();
   dev::warp_meets();
 }
 
 template <class Tasks, class Do>
 MK_DEVICE void each_record(Do f) {
-  for (;;) {
-    const uint32_t opcode = next_record();
-    if (opcode == abi::kEnd) break;
+  for (first_record();; next_record()) {
+    const uint32_t opcode = dev::own_answer();
+    if (opcode == abi::kEnd) return;
     dispatch<0>(opcode, f, Tasks{});
-    done_record();
   }
 }
 
@@ -200,13 +217,13 @@ MK_DEVICE void run_consumer(bool one_step) {
   if constexpr (makes_headers(Tasks{})) {
     if (dev::worker_index() == 0) begin_launch(Tasks{});
   }
-  for (begin_step(); await_header(); begin_step()) {
+  for (begin_step(); step_begins(); begin_step()) {
     if (dev::was_announced()) {
       several::consume_records<Tasks>();
     } else {
       consume_records<Tasks, false>();
     }
-    done_record();
+    last_record();
     end_step();
     if (one_step) return;
   }
@@ -214,13 +231,13 @@ MK_DEVICE void run_consumer(bool one_step) {
 
 template <class Tasks>
 MK_DEVICE void run_storer(bool one_step) {
-  for (begin_step(); await_header(); begin_step()) {
+  for (begin_step(); step_begins(); begin_step()) {
     if (dev::was_announced()) {
       several::store_records<Tasks>();
     } else {
       store_records<Tasks, false>();
     }
-    done_record();
+    last_record();
     end_step();
     if (one_step) return;
   }
@@ -231,13 +248,13 @@ MK_DEVICE void run_loader(bool one_step) {
   if constexpr (makes_headers(Tasks{})) {
     if (dev::worker_index() == 0) dev::lend_scratch();
   }
-  for (begin_step(); await_header(); begin_step()) {
+  for (begin_step(); step_begins(); begin_step()) {
     if (dev::was_announced()) {
       several::load_records<Tasks>();
     } else {
       load_records<Tasks, false>();
     }
-    done_record();
+    last_record();
     end_step();
     if (one_step) return;
   }
@@ -279,7 +296,7 @@ MK_OUT_OF_LINE uint32_t fetch_record() {
 
 // Whether the step that the producer is at runs; waits for its header when that is not known.
 MK_OUT_OF_LINE bool step_runs() {
-  if (block().header_known == 0) block().header_known = await_header<true>() ? 1 : 2;
+  if (block().header_known == 0) block().header_known = step_begins<true>() ? 1 : 2;
   return block().header_known == 1;
 }
 

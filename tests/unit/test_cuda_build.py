@@ -164,7 +164,10 @@ def test_what_one_row_runs_in_every_layer_keeps_everything_in_registers(tmp_path
     """Local memory beside a whole block's shared memory has next to no cache: one spill is a trip to the L2. And
     records are read as shared memory: a load that has to find out where it goes takes longer."""
     code = machine_code("sm_90a", tmp_path, rows)
-    hot = ("consume_rowI", "load_rowI", "store_rowsI", "produce_rows", "AttentionI", "CombineI")
+    hot = (
+        "consume_rowI", "load_rowI", "store_rowsI", "produce_rows", "AttentionI", "CombineI", "next_record",
+        "fetch_record",
+    )  # fmt: skip
     for start, size in _functions(built("sm_90a", rows=rows)[0], hot):
         found = re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
         lines = [m.group(2) for m in found if start <= int(m.group(1), 16) < start + size]
