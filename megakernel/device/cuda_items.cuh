@@ -170,7 +170,7 @@ struct PageItems : Item, SlotOf<kStretches> {
     last_page = tasks::least((piece + 1) * kPiecePages - 1, h.row[group_row + group_rows - 1].position / kPage);
   }
 
- private:
+ protected:
   MK_DEVICE void begin_tile() {
     head = tile / f.splits;
     share = tile - head * f.splits;
@@ -254,6 +254,107 @@ struct PageItems : Item, SlotOf<kStretches> {
     return tasks::least(tasks::most(rows, (Shape::kPairRows + Shape::kGroup - 1) / Shape::kGroup), Shape::kStretchRows);
   }
 };
+
+// Where a walk by lanes is: `count` is the number of the tile's next item among those of the rows that the lanes look at, from
+// `row` on, and `piece_end` how many these have, or kUnknown.
+template <bool kRounds>
+struct RowsAt {
+  static constexpr uint32_t row = 0;
+  MK_DEVICE bool next_rows(uint32_t) { return false; }
+  MK_DEVICE void begin_rows() {}
+};
+template <>
+struct RowsAt<true> {
+  uint32_t row;
+  MK_DEVICE bool next_rows(uint32_t rows) {
+    row += 32;
+    return row < rows;
+  }
+  MK_DEVICE void begin_rows() { row = 0; }
+};
+
+// The same items in the same order, in a step without stretches. Each lane looks at a row, so that an item costs the same
+// whatever the rows before it; for a single row that is more than a walk.
+template <tasks::AttentionConfig kConfig>
+struct ItemsByLane : PageItems<kConfig, false>, RowsAt<(abi::kMaxRows > 32)> {
+  using Base = PageItems<kConfig, false>;
+  using Base::h, Base::f, Base::tile, Base::end, Base::count, Base::piece, Base::piece_end, Base::group_row, Base::group_rows;
+  static constexpr uint32_t kUnknown = ~0u, kLanes = abi::kMaxRows > 32 ? 32 : abi::kMaxRows;  // that may have a row
+
+  MK_DEVICE ItemsByLane(const abi::StepHeader& header, const abi::Record& record, const abi::AttentionFields& fields)
+      : Base(header, record, fields) {
+    begin_rows_of_tile();
+  }
+  MK_DEVICE bool next() {
+#pragma unroll 1
+    while (tile < end) {
+      if (count < piece_end && find()) return true;
+      count -= piece_end;
+      piece_end = kUnknown;
+      if (this->next_rows(h.rows)) continue;
+      if (++tile == end) break;
+      Base::begin_tile();
+      begin_rows_of_tile();
+    }
+    return false;
+  }
+
+ private:
+  MK_DEVICE void begin_rows_of_tile() {
+    count = Base::place();
+    piece_end = kUnknown;
+    this->begin_rows();
+  }
+
+  // A row adds to the items of its group those of the pieces that no row before it is in.
+  MK_DEVICE bool find() {
+    const uint32_t lane = lane_of_warp(), mine = this->row + lane;
+    const bool there = mine < h.rows;
+    const uint32_t r = there ? mine : 0;
+    const auto& own = h.row[r];
+    const auto& before = h.row[r > 0 ? r - 1 : 0];
+    const uint32_t position = own.position, slot = own.slot, slot_before = before.slot;  // loads side by side
+    const uint32_t next_piece = before.position / Base::kPiece + 1;
+    const uint32_t first_piece = tasks::first_seen(position, f.window) / Base::kPiece;
+    const bool first = there & ((r == 0) | (slot != slot_before));
+    const uint32_t begin = first ? first_piece : next_piece, items = there ? position / Base::kPiece + 1 - begin : 0;
+    uint32_t sum = items;
+#pragma unroll
+    for (uint32_t d = 1; d < kLanes; d *= 2) {
+      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, d);
+      if (lane >= d) sum += other;
+    }
+    const uint32_t firsts = __ballot_sync(0xffffffffu, first), beyond = __ballot_sync(0xffffffffu, sum > count);
+    piece_end = __shfl_sync(0xffffffffu, sum, kLanes - 1);
+    if (count >= piece_end) return false;
+    const uint32_t at = __ffs(beyond) - 1, up_to = (2u << at) - 1;
+    piece = __shfl_sync(0xffffffffu, begin + count - (sum - items), at);
+    const uint32_t later = firsts & ~up_to;
+    uint32_t last = later ? this->row + __ffs(later) - 2 : tasks::least(this->row + kLanes, h.rows) - 1;
+    group_row = this->row + at;
+    if constexpr (kLanes < abi::kMaxRows) {  // the group may have rows that no lane looks at
+      const uint32_t of = h.row[group_row].slot;
+      while (!later && last + 1 < h.rows && h.row[last + 1].slot == of) ++last;
+      while (group_row > 0 && h.row[group_row - 1].slot == of) --group_row;
+    } else {
+      group_row = 31 - __clz(firsts & up_to);
+    }
+    group_rows = last + 1 - group_row;
+    count += f.splits;
+    Base::set_pages();
+    return true;
+  }
+};
+
+// Those of a record; kSeveral: of a step that may have several rows.
+template <tasks::AttentionConfig kConfig, bool kSeveral, bool kStretches>
+MK_DEVICE auto items_of(const abi::StepHeader& header, const abi::Record& record, const abi::AttentionFields& fields) {
+  if constexpr (kSeveral && !kStretches) {
+    return ItemsByLane<kConfig>(header, record, fields);
+  } else {
+    return PageItems<kConfig, kStretches>(header, record, fields);
+  }
+}
 
 // Consecutive elements of a head: what a lane of the loaders has.
 template <uint32_t kCount>

@@ -31,7 +31,7 @@ struct PageCopies : StretchBlocks<kConfig> {
       }
     } else {
       fence_global_for_copies();
-      find_pages<kStretches>(p, record, f, known, pool);
+      find_pages(p, record, known, pool, items_of<kConfig, true, kStretches>(*w.header, record, f));
     }
     trace::passed(w, known.count > 0);
     p.save();
@@ -63,11 +63,9 @@ struct PageCopies : StretchBlocks<kConfig> {
   }
 
   // The pages of all items, which become known, unless there are too many or they are of several heads.
-  template <bool kStretches>
-  MK_DEVICE static void find_pages(
-      Producer& p, const abi::Record& record, const Fields& f, KnownPages& known, const char* pool) {
+  template <class Items>
+  MK_DEVICE static void find_pages(Producer& p, const abi::Record& record, KnownPages& known, const char* pool, Items items) {
     Worker& w = p.w;
-    PageItems<kConfig, kStretches> items(*w.header, record, f);
     const uint32_t head = items.head;
     uint32_t count = 0, fresh = 0;
     bool there = false;
@@ -82,7 +80,7 @@ struct PageCopies : StretchBlocks<kConfig> {
       const uint32_t fresh_page = items.fresh_page();
 #pragma unroll 1
       for (uint32_t i = 0; i < pages; ++i, ++count) {
-        if (kStretches && items.page + i >= fresh_page) {
+        if (items.page + i >= fresh_page) {
           if (!there) await_stored(p);
           there = true;
           if (count < KnownPages::kMost) fresh |= 1u << count;
@@ -91,7 +89,7 @@ struct PageCopies : StretchBlocks<kConfig> {
       }
     }
     known.step = record.tile_count == 1 && count <= KnownPages::kMost ? w.step : 0;
-    known.tile = record.tile_begin, known.window = f.window, known.head = head, known.count = count, known.fresh = fresh;
+    known.tile = record.tile_begin, known.window = items.f.window, known.head = head, known.count = count, known.fresh = fresh;
     __syncwarp();
   }
 };

@@ -42,12 +42,16 @@ __device__ __noinline__ void consume_stretches() {
 }
 template <class C>
 __device__ __noinline__ void clear_stretches() {
-  C::template clear_as<true, true>();
+  C::template clear_as<true, true, true>();
 }
-// The same in another wide step.
+// The same in another step of several rows, and of more of them.
+template <class C>
+__device__ __noinline__ void clear_rows() {
+  C::template clear_as<true, false, false>();
+}
 template <class C>
 __device__ __noinline__ void clear_many() {
-  C::template clear_as<false, true>();
+  C::template clear_as<true, false, true>();
 }
 
 }  // namespace megakernel::several
@@ -63,8 +67,6 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
   using Task = tasks::Attention<kConfig>;
   using Shape = PageShape<kConfig>;
   using Fields = abi::AttentionFields;
-  template <bool kStretches>
-  using Items = PageItems<kConfig, kStretches>;
   using Shape::kDim, Shape::kGroup, Shape::kHeads, Shape::kKvHeads, Shape::kPage, Shape::kPiece, Shape::kPiecePages;
   using Shape::kRuns, Shape::kKeyBytes, Shape::kUnitBytes, Shape::kChunks, Shape::kValueTiles, Shape::kPartial;
   using Shape::kHalf, Shape::kMergeAt, Shape::kQueryBytes, Shape::kFreshBytes, Shape::kStretchRows;
@@ -122,7 +124,7 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
     wait_counters(w, record);
-    Items<kStretches> item(*w.header, record, f);
+    auto item = items_of<kConfig, kSeveral, kStretches>(*w.header, record, f);
     LoadedHeads loaded;
     // The consumers have scratch for stretches; the item before was none; what is this worker's to store is stored.
     bool any = false, lent = false, whole = false, stored = !kStretches;
@@ -145,7 +147,7 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
       const uint32_t rows = item.group_rows * kGroup;
       if (!kSeveral && loaded.known(item, rows)) continue;
 #pragma unroll 1
-      for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig, Items<kStretches>>{{}, l, f, item}.run(base);
+      for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig, decltype(item)>{{}, l, f, item}.run(base);
     }
     if (kSeveral || !any) lend(l);
     l.save();
@@ -191,7 +193,7 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
     Worker& w = c.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    Items<false> item(*w.header, record, f);
+    auto item = items_of<kConfig, kSeveral, false>(*w.header, record, f);
     LoadedHeads loaded;
     uint32_t merges = 0;  // of what the loaders have lent
     bool taken = false;   // they have lent something
@@ -241,7 +243,7 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
     Worker w;
     w.load();
     wait_counters(w, *w.record);
-    const Items<true> items(*w.header, *w.record, fields_of<Task>(*w.record));
+    const PageItems<kConfig, true> items(*w.header, *w.record, fields_of<Task>(*w.record));
     StretchWalk{items, items.slot, {}, false, false, false, false, false}.put();
   }
 
@@ -253,7 +255,7 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
     StretchWalk walk = StretchWalk::own();
     LoadedHeads loaded;
     const Fields& f = fields_of<Task>(*w.record);
-    Items<true> item(*w.header, walk.item, walk.slot, f);
+    PageItems<kConfig, true> item(*w.header, walk.item, walk.slot, f);
 #pragma unroll 1
     while (item.next()) {
       if (!item.in_stretches()) {
@@ -468,26 +470,33 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
   }
 
   // ---------------------------------------------------------------------------------------------- storer
-  // Clears what the step before left here.
-  MK_DEVICE static void clear_last() {
+  // Clears what the step before left here. kSeveral: of what is most likely a step of several rows.
+  MK_DEVICE static void clear_last() { clear_step<false>(); }
+  MK_DEVICE static void clear_last_several() { clear_step<true>(); }
+  template <bool kSeveral>
+  MK_DEVICE static void clear_step() {
     if constexpr (kStretchRows > 0) {
       const abi::StepHeader& last = block().header[own_state().step & 1 ^ 1];
       if (Shape::stretches(last)) return several::clear_stretches<Core>();
       if (last.rows > kNarrowRows) return several::clear_many<Core>();
     }
-    clear_groups();
+    if constexpr (kSeveral) {
+      several::clear_rows<Core>();
+    } else {
+      clear_groups();
+    }
   }
-  static __device__ __noinline__ void clear_groups() { clear_as<false, false>(); }
+  static __device__ __noinline__ void clear_groups() { clear_as<false, false, false>(); }
 
   // kMany: in fewer instructions for many rows, but more of them for one.
-  template <bool kStretches, bool kMany>
+  template <bool kSeveral, bool kStretches, bool kMany>
   MK_DEVICE static void clear_as() {
     Storer s;
     s.load();
     Worker& w = s.w;
     const abi::Record& record = *w.record;
     const Fields& f = fields_of<Task>(record);
-    Items<kStretches> item(*w.last, record, f);
+    auto item = items_of<kConfig, kSeveral, kStretches>(*w.last, record, f);
 #pragma unroll 1
     while (item.next()) {
       const uint32_t rows = item.group_rows * kGroup;

@@ -176,7 +176,11 @@ MK_DEVICE void store_records() {
     } else if constexpr (dev::Core<T>::kStores) {
       dev::Core<T>::store();
     }
-    if constexpr (Clearing<T>) dev::Core<T>::clear_last();
+    if constexpr (kSeveral && requires { dev::Core<T>::clear_last_several(); }) {
+      dev::Core<T>::clear_last_several();
+    } else if constexpr (Clearing<T>) {
+      dev::Core<T>::clear_last();
+    }
   });
 }
 

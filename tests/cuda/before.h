@@ -112,12 +112,16 @@ inline Index block_index() { return {group->index}; }
 #define __shfl_xor_sync(mask, v, distance) emulator::shuffle(v, emulator::lane() ^ uint32_t(distance))
 #define __shfl_down_sync(mask, v, distance) \
   emulator::shuffle(v, emulator::lane() + distance < 32 ? emulator::lane() + distance : emulator::lane())
+#define __shfl_up_sync(mask, v, distance) \
+  emulator::shuffle(v, emulator::lane() >= distance ? emulator::lane() - distance : emulator::lane())
 #define __any_sync(mask, p) (emulator::reduce((p) ? 1u : 0u, [](uint32_t a, uint32_t b) { return a | b; }) != 0)
 #define __all_sync(mask, p) (emulator::reduce((p) ? 1u : 0u, [](uint32_t a, uint32_t b) { return a & b; }) != 0)
 #define __ballot_sync(mask, p) \
   emulator::reduce((p) ? 1u << emulator::lane() : 0u, [](uint32_t a, uint32_t b) { return a | b; })
 #define __reduce_max_sync(mask, v) emulator::reduce(v, [](uint32_t a, uint32_t b) { return a > b ? a : b; })
 #define __reduce_add_sync(mask, v) emulator::reduce(v, [](uint32_t a, uint32_t b) { return a + b; })
+#define __clz(v) __builtin_clz(v)  // of what is not 0
+#define __ffs(v) __builtin_ffs(v)
 #define __nanosleep(n) emulator::give_way()
 #define __threadfence_system() __atomic_thread_fence(__ATOMIC_SEQ_CST)
 #define __fdividef(a, b) ((a) / (b))
