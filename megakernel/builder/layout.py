@@ -301,17 +301,21 @@ def _columns(tile_n: int, dtype: DType, n: int, k: int) -> PackedLayout:
 
 
 def _fragments(tile_n: int, dtype: DType, n: int, k: int) -> PackedLayout:
-    """Fragment order of a matrix-core operand with 8 weight rows.
+    """Operand order of matrix cores with 8 weight rows.
 
-    For every 32 columns lane 4 * row + group holds the 8 contiguous columns from 8 * group: the operand of two steps of
-    16 columns, whose inner order is permuted the same way for activations and weights.
+    Of every 32 columns the operands of two steps of 16, the first four and the last four of each 8 columns: the inner
+    order is permuted the same way for activations and weights. An operand of 16-bit elements is 8 rows of 32 bytes,
+    whose halves change places in rows 4 to 7: as the units that multiply for four warps together want it in shared
+    memory, and where a warp finds the 8 bytes of each lane without a bank conflict.
     """
     if tile_n != 8:
         raise LoweringError(f"fragment order has tiles of 8 rows, got {tile_n}")
     units = -(-k // MAX_UNIT)
     unit = -(-k // (32 * units)) * 32
     tiles, columns = -(-n // 8), unit * units
-    layout = Layout(((8, tiles), (8, 4, columns // 32)), ((32, 8 * columns), (1, 8, 256)))
+    layout = Layout(
+        ((8, tiles), (4, 2, 4, columns // 32)), ((16, 8 * columns), (1, 128, 4, 256)), swizzle=Swizzle(1, 3, 3)
+    )
     return PackedLayout(n, k, tiles * 8, columns, 8, unit, dtype, layout)
 
 
@@ -379,6 +383,7 @@ def pack(packed: PackedLayout, matrix: Array) -> Array:
         piece, order = _transposed(packed, rows, last - first)
         target = raw[first * per_tile : last * per_tile].view(piece.dtype)
         np.copyto(target.reshape([piece.shape[i] for i in order]), piece.transpose(order))
+        _swizzle(packed.layout.swizzle, raw[first * per_tile : last * per_tile])
     return out
 
 
@@ -388,9 +393,23 @@ def unpack(packed: PackedLayout, data: Array) -> Array:
         raise LoweringError(f"unpack: expected {packed.elements} elements, got {data.size}")
     blank = np.empty((packed.n_padded, packed.k_padded), _bits(data).dtype)
     piece, order = _transposed(packed, blank, packed.tiles)
-    flat = _bits(np.ascontiguousarray(data).reshape(-1)).view(piece.dtype)
+    plain = _bits(np.ascontiguousarray(data).reshape(-1))
+    if packed.layout.swizzle:
+        plain = plain.copy()
+        _swizzle(packed.layout.swizzle, plain)
+    flat = plain.view(piece.dtype)
     piece.transpose(order)[...] = flat.reshape([piece.shape[i] for i in order])
     return np.ascontiguousarray(blank[: packed.n, : packed.k]).view(data.dtype)
+
+
+def _swizzle(swizzle: Swizzle | None, raw: Array) -> None:
+    """Puts the elements of whole periods where the swizzle has them."""
+    if not swizzle or not swizzle.bits:
+        return
+    groups = raw.reshape(-1, 1 << (swizzle.shift + swizzle.bits), 1 << swizzle.base)
+    within = Swizzle(swizzle.bits, 0, swizzle.shift)
+    moved = [i for i in range(groups.shape[1]) if within(i) != i]
+    groups[:, moved] = groups[:, [within(i) for i in moved]]
 
 
 def interleave_rows(gate: Array, up: Array, tile_n: int) -> Array:

@@ -14,9 +14,9 @@ constexpr uint32_t kRecordReaders = kConsumers + 1 + kLoaders;  // consumers, st
 constexpr uint32_t kTileRows = 16;                 // of the matrix cores
 constexpr bool kWide = abi::kMaxRows > kTileRows;  // steps may be wide, see cuda_wide.cuh
 constexpr uint32_t kNarrowRows = kWide ? MEGAKERNEL_NARROW_ROWS : kTileRows;  // more make a step wide
-// Inputs, partial sums and merges; less what headers of more rows take, and consumers in wide steps.
-constexpr uint32_t kHeaderBytes = 2 * sizeof(abi::StepHeader) - 1024, kWalkWords = kWide ? 24 : 1;
-constexpr uint32_t kBaseScratch = MEGAKERNEL_SCRATCH_BYTES - (kWide ? kHeaderBytes + kConsumers * kWalkWords * 4 : 0);
+// Inputs, partial sums and merges; less what headers of more rows take, and consumers in wide steps, and answers.
+constexpr uint32_t kHeaderBytes = 2 * sizeof(abi::StepHeader) - 1024, kWalkWords = kWide ? 22 : 1;
+constexpr uint32_t kBaseScratch = MEGAKERNEL_SCRATCH_BYTES - (kWide ? kHeaderBytes + kConsumers * kWalkWords * 4 + 64 : 0);
 // A program whose widest input is no row that fits gives up stages for it, where there are enough.
 constexpr uint32_t kRowScratch = MEGAKERNEL_UNITS * 2048 + 32 + 2 * (kConsumers * 33 * 4);  // see RowStash and Sums
 constexpr uint32_t kLent = kRowScratch > kBaseScratch ? (kRowScratch - kBaseScratch + kStageBytes - 1) / kStageBytes : 0;
@@ -136,7 +136,7 @@ struct alignas(128) Block {
   RoomState room[kWarps];
   uint32_t answer[kWarps];   // of a function to its warp, see own_answer()
   CopyState copying[kStages];
-  uint32_t walk[kConsumers][kWalkWords];  // see StretchWalk
+  uint32_t walk[kConsumers][kWalkWords];  // see StretchWalk, WideWalk
   uint32_t stop;             // every thread of the block ends when it next waits
   LastWords words;           // of the warp that set `stop`
   uint32_t header_known;     // to the producer, of its step: 0 not yet, 1 it runs, 2 the launch ends
@@ -146,8 +146,12 @@ struct alignas(128) Block {
 };
 static_assert(sizeof(Block) <= MEGAKERNEL_SHARED_BYTES, "a block's shared memory");
 
+extern "C" {
 extern __shared__ __align__(1024) unsigned char mk_shared[];
+}
 MK_DEVICE Block& block() { return *reinterpret_cast<Block*>(mk_shared); }
+// The same where its address should not be kept, see thread_again.
+MK_DEVICE Block& block_again() { return *at_shared<Block>(shared_again()); }
 
 MK_DEVICE void set_copying(uint32_t slot, uint32_t parity) {
   CopyState& state = block().copying[slot];
@@ -248,5 +252,15 @@ MK_DEVICE RoleState& own_state() { return block().state[threadIdx.x / 32]; }
 MK_DEVICE RoomState& own_room() { return block().room[threadIdx.x / 32]; }
 // What a function that is called has to say: the compiler may return values through local memory, see RoleState.
 MK_DEVICE uint32_t& own_answer() { return block().answer[threadIdx.x / 32]; }
+
+// A bit of a consumer's answer beside the opcode of its record: it has left products of that to its caller.
+constexpr uint32_t kPaused = 1u << 31;
+MK_DEVICE bool paused() { return (of_first_lane(block_again().answer[thread_again() / 32]) & kPaused) != 0; }
+MK_DEVICE void set_paused(bool on) {
+  const uint32_t opcode = own_answer() & ~kPaused;
+  warp_meets();
+  own_answer() = on ? opcode | kPaused : opcode;
+  warp_meets();
+}
 
 }  // namespace megakernel::dev

@@ -80,14 +80,14 @@ struct ChunkPlaces {
   MK_DEVICE ChunkPlaces(const Worker& w, const S& share) {
 #pragma unroll
     for (uint32_t i = 0; i < sizeof offset / sizeof *offset; ++i) {
-      offset[i] = (share.first + (i < share.count ? i : 0)) * 512 + w.warp_lane() * 16;
+      offset[i] = (share.first + (i < share.count ? i : 0)) * 512 + operand_at(w.warp_lane());
     }
   }
   MK_DEVICE void load(uint32_t slot, Quad (&b)[kMaxChunks]) const {
     const uint8_t* stage = block().ring[slot];
 #pragma unroll
     for (uint32_t i = 0; i < kMaxChunks; ++i) {
-      b[i] = *reinterpret_cast<const Quad*>(stage + (S::kEven ? offset[0] + i * 512 : offset[S::kEven ? 0 : i]));
+      b[i] = operands(stage + (S::kEven ? offset[0] + i * 512 : offset[S::kEven ? 0 : i]));
     }
   }
 };
@@ -103,7 +103,9 @@ MK_DEVICE void clear_chains(Chains (&d)[kBlockTiles]) {
 using Weights = Quad[kMaxChunks];  // of a warp in a stage
 
 // Known when all of them are; see once_loaded.
-MK_DEVICE uint32_t word_of(const Weights& b) { return b[0].x | b[1].x | b[2].x | b[3].x; }
+MK_DEVICE uint32_t word_of(const Weights& b) {
+  return b[0].x | b[0].z | b[1].x | b[1].z | b[2].x | b[2].z | b[3].x | b[3].z;
+}
 static_assert(kMaxChunks == 4);
 
 // Whether a stage may be read. One that is not there may: what is read is not used. For tools that look for races it is not.

@@ -8,12 +8,12 @@ namespace megakernel::dev {
 struct LoadedHeads {
   uint32_t head = ~0u, group_row = ~0u;
 
-  // Whether the block is there already; else it is to be loaded, and counts as there.
+  // 0 if the block is there already; else it is to be loaded, and counts as there. A number, as predicates are few.
   template <class Items>
-  MK_DEVICE bool known(const Items& item, uint32_t q_rows) {
-    const bool same = q_rows <= kBlockRows && head == item.head && group_row == item.group_row;
+  MK_DEVICE uint32_t missing(const Items& item, uint32_t q_rows) {
+    const uint32_t other = (head ^ item.head) | (group_row ^ item.group_row) | (q_rows > kBlockRows ? ~0u : 0);
     head = item.head, group_row = item.group_row;
-    return same;
+    return other;
   }
 };
 

@@ -247,11 +247,12 @@ struct OneRow {
 
   template <class S>
   MK_DEVICE void fragments(const S& share, uint32_t unit, Fragments<false>& a) const {
-    const uint8_t* at = stash + unit * share.count * 64;
+    const uint32_t count = S::kEven ? share.count : in_register(share.count);  // looked at again: predicates are few
+    const uint8_t* at = stash + unit * count * 64;
 #pragma unroll
     for (uint32_t i = 0; i < kMaxChunks; ++i) {
       if constexpr (!S::kEven) a.low[i] = Quad{0, 0, 0, 0};
-      if (i < share.count) a.low[i] = *reinterpret_cast<const Quad*>(at + i * 64);
+      if (i < count) a.low[i] = *reinterpret_cast<const Quad*>(at + i * 64);
     }
   }
   template <class S>

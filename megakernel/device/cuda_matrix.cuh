@@ -1,6 +1,6 @@
 // Rows of packed weights times activations, on the matrix cores (see tasks/matmul.py for the formula).
 //
-// A unit of the packed weights is 8 rows x k_unit columns in fragment order and fills a stage. The 8 consumers share the
+// A unit of the packed weights is 8 rows x k_unit columns in operand order (builder/layout.py) and fills a stage. The 8 consumers share the
 // columns of every unit: warp w takes the w-th eighth of its 32-column chunks. Tiles go in blocks of 4, units of a block
 // k-major, so a fragment of the input serves 4 tiles. An output is the sum over warps, in order, of two chains that run
 // over the warp's chunks in order: whatever the rows of the step, the tiles of the record or the number of workers.
@@ -80,6 +80,16 @@ struct MatrixFlags {
 MK_DEVICE const MatrixFields& matrix_fields(const Worker& w) {
   return *reinterpret_cast<const MatrixFields*>(w.record->payload);
 }
+// 8 rows of an operand of 16 columns are 256 bytes, in rows of 32 whose halves change places from the fifth on. Lane 4 g + t
+// has of row g the columns 4 t to 4 t + 3. Where they are; and those of the two operands of a chunk, in x, y and in z, w.
+constexpr uint32_t kOperandBytes = 256;
+MK_DEVICE uint32_t operand_at(uint32_t row, uint32_t group) { return row * 32 + (group * 8 ^ row / 4 * 16); }
+MK_DEVICE uint32_t operand_at(uint32_t lane) { return operand_at(lane / 4, lane % 4); }
+MK_DEVICE Quad operands(const uint8_t* p) {
+  const Two a = *reinterpret_cast<const Two*>(p), b = *reinterpret_cast<const Two*>(p + kOperandBytes);
+  return {a.x, a.y, b.x, b.y};
+}
+
 MK_DEVICE uint32_t matrix_rows(const Worker& w, bool sampled) { return sampled ? w.header->sampled : w.header->rows; }
 // Sampled rows that there is room for.
 MK_DEVICE uint32_t sampled_room(const Worker& w) {
@@ -161,8 +171,7 @@ struct Core<tasks::Matmul<kConfig>> {
   MK_DEVICE static void produce() {
     if constexpr (kWide) {
       if (needs_header() && wide()) {
-        if constexpr (kConfig.dealt) return produce_dealt();
-        return produce_wide<kConfig.sampled>();
+        return produce_wide<kConfig.sampled, kConfig.dealt>();
       }
     }
     if (!kConfig.sampled || block().header[block().state[threadIdx.x / 32].step & 1].sampled > 0) produce_rows();
@@ -186,20 +195,17 @@ struct Core<tasks::Matmul<kConfig>> {
     if constexpr (kWide) {
       if (wide()) {
         if constexpr (!kGivenWide) pack_rows<kHalf, kConfig.norm>(kFlags);
-        return bring_input<kConfig.sampled, kConfig.dealt>(kGivenWide);
+        return bring_input<kConfig.sampled, kConfig.dealt, kConfig.norm>(kGivenWide);
       }
     }
     if (!input_in_room(kConfig.sampled)) return load();
     if constexpr (!kConfig.given) several::pack_input<kHalf, kConfig.norm>(kAnnounced);
     several::bring_rows<kConfig.given>(kAnnounced);
   }
+  // The products of a wide step are left to the caller, work_in_pause.
   MK_DEVICE static void consume_several() {
     if constexpr (kWide) {
-      if (wide()) {
-        if constexpr (!kConfig.dealt) return consume_wide<kHalf, kWideFlags.bits>();
-        consume_dealt<kHalf>();
-        return finish_dealt<kWideFlags.bits>();
-      }
+      if (wide()) return begin_products<kConfig.sampled, kConfig.dealt>();
     }
     if (!input_in_room(kConfig.sampled)) return consume();
     if (rows() > 8) return several::consume_tile<kHalf, kAnnounced.bits>();
@@ -208,6 +214,12 @@ struct Core<tasks::Matmul<kConfig>> {
     }
     several::consume_few<kHalf>(kFlags);
     if constexpr (!kConfig.sampled) several::store_last_rows<kAnnounced.bits>();
+  }
+  MK_DEVICE static void resume() requires(kWide)
+  {
+    if constexpr (!kConfig.dealt) return put_products<kWideFlags.bits>();
+    put_chains();
+    if (!paused()) finish_dealt<kWideFlags.bits>();
   }
   MK_DEVICE static void store_several() {
     if constexpr (kWide) {
@@ -224,5 +236,16 @@ struct Core<tasks::Matmul<kConfig>> {
     return RowStash(f).fits(f, rows(), Sums::room(header()));
   }
 };
+
+// What products leave to the function that runs a worker's consumers. All weights of a program are of one type.
+template <class T>
+constexpr bool kOfHalf = false;
+template <tasks::MatmulConfig kConfig>
+constexpr bool kOfHalf<tasks::Matmul<kConfig>> = Core<tasks::Matmul<kConfig>>::kHalf;
+
+template <class... T>
+MK_DEVICE void work_in_pause(TaskList<T...>) {
+  multiply_in_pause<(kOfHalf<T> || ...)>();
+}
 
 }  // namespace megakernel::dev

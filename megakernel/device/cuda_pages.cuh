@@ -145,7 +145,7 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
       any = true;
       if (stretch) continue;
       const uint32_t rows = item.group_rows * kGroup;
-      if (!kSeveral && loaded.known(item, rows)) continue;
+      if (!kSeveral && loaded.missing(item, rows) == 0) continue;
 #pragma unroll 1
       for (uint32_t base = 0; base < rows; base += kBlockRows) HeadLoader<kConfig, decltype(item)>{{}, l, f, item}.run(base);
     }
@@ -211,12 +211,12 @@ struct Core<tasks::Attention<kConfig>> : PageCopies<kConfig> {
     const uint32_t rows = item.group_rows * kGroup, run_start = item.piece * kPiece + w.warp() * kRunTokens;
     const uint32_t my_page = run_start / kPage;
     const bool mine = w.warp() < kRuns && my_page >= item.page && my_page <= item.last_page;
-    const bool known = !kSeveral && loaded.known(item, rows);
+    const uint32_t missing = kSeveral ? 1 : loaded.missing(item, rows);
     const Ring first = c.ring;
     const Stage stage = take_pages(c, item, mine ? my_page : ~0u);  // all that can be done before the input is there
 #pragma unroll 1
     for (uint32_t base = 0; base < rows; base += kBlockRows) {
-      if (!known) {
+      if ((missing | base) != 0) {  // of a block that is there `base` is 0
         if (!kSeveral && taken) c.free_input();
         c.take_input();
         if (!taken) trace::ready_now(w, abi::Role::kConsumer);

@@ -15,6 +15,10 @@ constexpr bool kBulkCopies = false;
 #endif
 
 MK_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+template <class T>
+MK_DEVICE T* at_shared(uint32_t address) {
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
 
 // ------------------------------------------------------------------------------------------------ barriers
 // A barrier completes a phase when its count of arrivals came and the bytes it expects have landed.
@@ -22,9 +26,18 @@ MK_DEVICE void barrier_init(uint64_t* barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
-MK_DEVICE void barrier_arrive(uint64_t* barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+MK_DEVICE void barrier_arrive_at(uint32_t address) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(address) : "memory");
 }
+// For several who share one.
+MK_DEVICE void barrier_arrive_at(uint32_t address, uint32_t times) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(address), "r"(times) : "memory");
+#else
+  for (; times > 0; --times) barrier_arrive_at(address);
+#endif
+}
+MK_DEVICE void barrier_arrive(uint64_t* barrier) { barrier_arrive_at(shared_address(barrier)); }
 
 // By all lanes of a warp, of which one arrives. With MEGAKERNEL_EVERY_LANE all do, for tools that follow threads one by one
 // and do not know that a __syncwarp orders what the others wrote.
@@ -187,6 +200,9 @@ MK_DEVICE void await_words() {
 }
 
 // ------------------------------------------------------------------------------------------------ global memory
+struct alignas(8) Two {
+  uint32_t x, y;
+};
 struct alignas(16) Quad {
   uint32_t x, y, z, w;
 };
@@ -195,14 +211,6 @@ MK_DEVICE Quad load_quad(const void* p) {  // may be seen at any time, never fro
   Quad v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-
-// From shared memory, in the order in which it is written here.
-MK_DEVICE Quad load_shared(const void* p) {
-  Quad v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(p)));
   return v;
 }
 
@@ -326,6 +334,23 @@ MK_DEVICE void store_volatile(uint32_t* p, uint32_t v) {
 #else
   *static_cast<volatile uint32_t*>(p) = v;
 #endif
+}
+// threadIdx.x where what is made of it should not be kept: it is asked for anew each time.
+MK_DEVICE uint32_t thread_again() {
+  uint32_t v;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+  return v;
+}
+// The same of the address of mk_shared.
+MK_DEVICE uint32_t shared_again() {
+  uint32_t v;
+  asm volatile("mov.u32 %0, mk_shared;" : "=r"(v));
+  return v;
+}
+// A number of which the compiler shall not know where it comes from: it keeps it, not what it was made of.
+MK_DEVICE uint32_t in_register(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
 }
 MK_DEVICE void end_thread() { asm volatile("exit;"); }
 

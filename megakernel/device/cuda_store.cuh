@@ -37,17 +37,22 @@ __device__ __noinline__ float activate(tasks::Activation kind, float v) {
   return tasks::activate<tasks::Activation::kRelu>(v);
 }
 
-// The epilogue of an output. kUp: lanes from that of a gate to that of its up.
-template <uint32_t kFlags, uint32_t kUp>
-MK_DEVICE float finish_output(const MatrixFields& f, float v, float residual) {
+// The epilogue of an output.
+template <uint32_t kFlags>
+MK_DEVICE float finish_output(const MatrixFields& f, float v, float up, float residual) {
   constexpr MatrixFlags flags{kFlags};
   if constexpr (flags.epilogue() == tasks::Epilogue::kGlu || flags.epilogue() == tasks::Epilogue::kActivate) {
-    const float up = flags.epilogue() == tasks::Epilogue::kGlu ? __shfl_down_sync(0xffffffffu, v, kUp) : 1.0f;
     v = flags.activation() == tasks::Activation::kSilu ? __fdividef(v, 1.0f + __expf(-v)) : activate(flags.activation(), v);
     v *= up;
   }
   if constexpr (flags.softcap()) v = f.softcap * tanhf(v / f.softcap);
   return v + residual;
+}
+// The same where the up of a gate is kUp lanes further on.
+template <uint32_t kFlags, uint32_t kUp>
+MK_DEVICE float finish_output(const MatrixFields& f, float v, float residual) {
+  const bool glu = MatrixFlags{kFlags}.epilogue() == tasks::Epilogue::kGlu;
+  return finish_output<kFlags>(f, v, glu ? __shfl_down_sync(0xffffffffu, v, kUp) : 1.0f, residual);
 }
 
 // Where a lane's output goes on the peers; of a product that sends nothing, nothing.

@@ -307,20 +307,19 @@ struct Core<tasks::Combine<kConfig>> {
     const uint32_t position = w.header->row[r].position;
     const Pieces of(f, position);
     if (f.direct && tasks::one_piece(position, f.window, kConfig.piece_tokens) && !(kSeveral && leaves_all(*w.header))) return;
-    const bool together = of.many() && all;
-    if (!together && !mine) return;
+    const uint32_t step = of.many() && all ? kChains : 1;  // 1: one adds alone
+    if (step == 1 && !mine) return;
     const Output<kSeveral> out{w, f, r, h};
     if constexpr (kSeveral && kWide) {
       if (of.many() && !all) return add_chains(w, of, out);
     }
     const float* pieces = out.pieces();
-    const uint32_t step = together ? kChains : 1;
-    uint32_t j = together ? of.low + (w.warp() + kChains - of.low % kChains) % kChains : of.low;
+    uint32_t j = of.low + (step > 1 ? (w.warp() + kChains - of.low % kChains) % kChains : 0);
     Sum sum;
 #pragma unroll 1
     for (; j <= of.high; j += step * kAtOnce) add_pieces(w, pieces, j, step, of.high, sum);
     trace::end(w, abi::Role::kConsumer);
-    if (together) return merge(w, sum, out);
+    if (in_register(step) > 1) return merge(w, sum, out);
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
       const uint32_t d = i * 64 + w.warp_lane() * 2;
@@ -397,9 +396,10 @@ struct Core<tasks::Combine<kConfig>> {
       return false;
     }, abi::FaultKind::kValueBudget, j);
     trace::ready_now(w, abi::Role::kConsumer);
+    const uint32_t last = in_register(high);  // looked at again: predicates are few
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
-      if (j + i * step <= high) sum.add(ends[i].x, ends[i].y, value[i]);
+      if (j + i * step <= last) sum.add(ends[i].x, ends[i].y, value[i]);
     }
   }
 

@@ -17,31 +17,37 @@ MK_DEVICE void meet_loaders(Consumer& c) {
 }
 
 // ------------------------------------------------------------------------------------------------ loaders
-// One loader: the worker's slices of the packed input. It alone looks at the counter: more of them would be in the way of
-// those who count.
-MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, Slices at) {
-  Block& b = block();
-  const uint64_t keep = keeping_policy();
-  WideOrder order(Ring{b.state[0].ring, kStages});
+// What the norm of each row comes to, where consumers find it when they take the last slice before their sums are whole.
+MK_DEVICE float* row_factors() { return reinterpret_cast<float*>(block().scratch); }
+MK_DEVICE void put_factors(const PackedInput& from, const MatrixFields& f, uint32_t rows) {
 #pragma unroll 1
-  for (; !at.done(); at.next(), order.next()) {
-    const Ring& to = order.input;
-    w.watch_barrier(&b.empty[to.slot], to.parity ^ 1);
-    set_copying(to.slot, to.parity);
-    copy_to_shared(b.ring[to.slot], from.chunk(at.chunk()), at.now * at.count * at.row_bytes(), &b.full[to.slot], keep);
+  for (uint32_t row = lane_of_warp(); row < rows; row += 32) {
+    const Quad a = load_quad(from.squares(row)), b = load_quad(from.squares(row) + 4);
+    const float low = as_float(a.x) + as_float(a.y) + as_float(a.z) + as_float(a.w);
+    row_factors()[row] =
+        rsqrtf((low + as_float(b.x) + as_float(b.y) + as_float(b.z) + as_float(b.w)) * (1.0f / float(f.k)) + f.eps);
   }
+  __syncwarp();
 }
 
-// The same of a dealt product.
-MK_DEVICE void bring_dealt(Worker& w, const PackedInput& from, DealtSlices at) {
+// One loader: the worker's slices of the packed input. It alone looks at the counter: more of them would be in the way of
+// those who count.
+template <bool kDealt, bool kNorm>
+MK_DEVICE void bring_slices(Worker& w, const PackedInput& from, const MatrixFields& f, uint32_t rows) {
   Block& b = block();
   const uint64_t keep = keeping_policy();
-  DealtOrder order(b.state[0].ring);
+  WideOrder order(b.state[0].ring);
+  bool first = kNorm;
 #pragma unroll 1
-  for (; !at.done(); order.next(at.stages()), at.next()) {
+  for (Slices<kDealt> at(*w.record, f, from.padded); !at.done(); order.next(at.stages), at.next()) {
     const RingPlace to = order.stage(1);
     w.watch_barrier(&b.empty[to.slot], to.parity ^ 1);
+    if (first && (kDealt ? at.ends_all() : at.ends_group())) {
+      put_factors(from, f, rows);
+      first = false;
+    }
     set_copying(to.slot, to.parity);
+    __syncwarp();
     copy_to_shared(b.ring[to.slot], from.chunk(at.chunk()), at.now * at.count * at.row_bytes(), &b.full[to.slot], keep);
   }
 }
@@ -67,7 +73,7 @@ __device__ __noinline__ void pack_rows(MatrixFlags flags) {
 }
 
 // given: by the node before, in the place of its float32 values.
-template <bool kSampled, bool kDealt>
+template <bool kSampled, bool kDealt, bool kNorm>
 __device__ __noinline__ void bring_input(bool given) {
   Loader l;
   l.load();
@@ -87,12 +93,7 @@ __device__ __noinline__ void bring_input(bool given) {
     const uint64_t rows = kSampled ? w.header->wide_sampled : w.header->wide_rows;
     w.wait(counter_of(w, counter), rows * (given ? f.k : kConsumers), abi::FaultKind::kWaitBudget, counter);
     fence_global_for_copies();
-    if constexpr (kDealt) {
-      bring_dealt(w, from, DealtSlices(record, f, from.padded));
-    } else {
-      const WideShape shape(record, f, from.padded);
-      bring_slices(w, from, Slices(shape));
-    }
+    bring_slices<kDealt, kNorm>(w, from, f, matrix_rows(w, kSampled));
   }
   __syncwarp();
   barrier_arrive_warp(&block().input_full);

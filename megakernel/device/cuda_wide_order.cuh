@@ -3,7 +3,6 @@
 
 namespace megakernel::dev {
 
-constexpr uint32_t kWideTiles = 8;  // of a group
 static_assert(abi::kMaxRows <= 64, "four tiles of 16 rows");
 
 // ------------------------------------------------------------------------------------------------ what and where
@@ -16,8 +15,7 @@ MK_DEVICE bool may_be_wide() {
 MK_DEVICE uint32_t padded_rows(const Worker& w, bool sampled) { return (matrix_rows(w, sampled) + 15) / 16 * 16; }
 
 // The packed input of a product, behind its output: of each row the squares of its shares, then the slices, of each
-// chunk the rows of the step in 16s. Of 16 rows the two A operands, of chain 0 and of chain 1, as lanes have them: lane
-// 4 g + t has octet t of rows g and g + 8, of which chain 0 takes pairs 0 and 2 as they are packed.
+// chunk the rows of the step by eights. Of eight rows the two operands, of chain 0 and of chain 1.
 struct PackedInput {
   static constexpr uint32_t kSquareBytes = abi::kMaxRows * kConsumers * 4;
   uint8_t* base;
@@ -32,9 +30,9 @@ struct PackedInput {
 
   // Octet o of a share, which begins at its columns of the first unit.
   MK_DEVICE void put(uint32_t row, const Share& share, uint32_t units, uint32_t o, uint32_t, const Quad& v) const {
-    uint8_t* operand = chunk(share.first * units + o / 4) + row / 16 * 1024 + (row % 8 * 4 + o % 4) * 16;
-    auto* to = reinterpret_cast<uint32_t*>(operand) + row / 8 % 2;
-    to[0] = v.x, to[2] = v.z, to[128] = v.y, to[130] = v.w;
+    uint8_t* to = chunk(share.first * units + o / 4) + row / 8 * (2 * kOperandBytes) + operand_at(row % 8, o % 4);
+    *reinterpret_cast<Two*>(to) = {v.x, v.z};
+    *reinterpret_cast<Two*>(to + kOperandBytes) = {v.y, v.w};
   }
   MK_DEVICE void put_square(uint32_t row, uint32_t share, float v) const { squares(row)[share] = v; }
 };
@@ -63,14 +61,14 @@ struct GivenInput {
   MK_DEVICE GivenInput(const Worker& w, uint32_t tensor, uint32_t columns)
       : base(tasks::workspace<uint8_t>(w, tensor)), units(columns / (kChunks * 32)), padded(padded_rows(w, false)) {}
 
-  // Of columns 2 i and 2 i + 1; beside it is that of the row 8 below. See PackedInput.
+  // Of columns 2 i and 2 i + 1; beside it are the other two of four. See PackedInput.
   MK_DEVICE uint32_t* pair(uint32_t row, uint32_t column) const {
     const uint32_t unit = column / (kChunks * 32), chunk = column / 32 - unit * kChunks;
     const uint32_t share = ((chunk + 1) * kConsumers - 1) / kChunks, first = share * kChunks / kConsumers;
     const uint32_t count = (share + 1) * kChunks / kConsumers - first;
-    uint8_t* operand = base + uint64_t(first * units + unit * count + chunk - first) * (padded * 64) + row / 16 * 1024;
-    operand += column % 8 / 4 * 512 + (row % 8 * 4 + column % 32 / 8) * 16 + column % 4 / 2 * 8;
-    return reinterpret_cast<uint32_t*>(operand) + row / 8 % 2;
+    uint8_t* operand = base + uint64_t(first * units + unit * count + chunk - first) * (padded * 64);
+    operand += (row / 8 * 2 + column % 8 / 4) * kOperandBytes + operand_at(row % 8, column % 32 / 8);
+    return reinterpret_cast<uint32_t*>(operand) + column % 4 / 2;
   }
 
   // By one lane, when the group has met.
@@ -88,137 +86,105 @@ struct GivenInput<0> {  // of what gives nothing
   MK_DEVICE static uint32_t rows(const abi::StepHeader& h) { return h.rows; }
 };
 
-// How a record's tiles go in groups, and how many units of a share make a slice: as many as fit a stage.
-struct WideShape {
-  uint32_t chunks, units, tiles, group, row_bytes;  // row_bytes: of a chunk of the input
+// The slices of a product in the order in which they are multiplied. Of a group of tiles, for each share, as many units of it
+// as fit a stage at a time. Either half of a group is four warps' own. Where a record has more tiles than fit a stage the second
+// half has a stage of its own, behind the input's. A product that is dealt has as many (share, tile) of the whole product, in
+// this order, as the record has tiles: there a group is of one share.
+//
+// Of few tiles it would be a waste to halve them. There four warps take the first half of the shares and four the second, and
+// their slices come by turns (`by_turns`). Each stage has to be filled for the same four warps in each lap: nobody else waits
+// for it, and who has not seen a phase end could take the one before for the next.
+struct Slice {
+  uint32_t chunks, units, tiles, padded, stages, each, end;  // of the product; each: units of a slice, at most
+  uint32_t place = 0, tile = 0, group = 0, share = 0, shares_end = 0, first = 0, count = 0, unit = 0, now = 0, by_turns = 0;
 
-  MK_DEVICE WideShape(const abi::Record& record, const MatrixFields& f, uint32_t padded)
-      : chunks(f.k_unit / 32), units(f.units), tiles(record.tile_count), row_bytes(padded * 64) {
-    const uint32_t groups = (tiles + kWideTiles - 1) / kWideTiles;
-    group = (tiles + groups - 1) / groups;
-  }
-  MK_DEVICE uint32_t slice_units(uint32_t count_of_tiles) const {
-    const uint32_t chunk_bytes = tasks::most(row_bytes, count_of_tiles * 512), most = (chunks + kConsumers - 1) / kConsumers;
-    return tasks::least(units, kStageBytes / (chunk_bytes * most));
-  }
-};
+  static constexpr uint32_t kTurnTiles = 4, kTurnShares = kConsumers / 2;  // at most; of four warps
 
-// The slices of a record in order: groups of tiles, shares, units.
-struct Slices {
-  const WideShape& shape;
-  uint32_t tile = 0, group, each, share = 0, unit = 0, now, first = 0, count = 0;  // now: units of this slice
-
-  MK_DEVICE Slices(const WideShape& of) : shape(of) { begin_group(); }
-  MK_DEVICE uint32_t row_bytes() const { return shape.row_bytes; }
-  MK_DEVICE bool done() const { return tile >= shape.tiles; }
-  MK_DEVICE uint32_t chunk() const { return first * shape.units + unit * count; }  // of the packed input
-  MK_DEVICE bool ends_share() const { return unit + now == shape.units; }
-  MK_DEVICE bool ends_group() const { return ends_share() && first + count == shape.chunks; }
-
-  MK_DEVICE void next() {
-    unit += now;
-    if (unit == shape.units) {
-      unit = 0;
-      if (first + count == shape.chunks) {
-        share = 0;
-        tile += group;
-        begin_group();
-        return;
-      }
-      ++share;
-      begin_share();
-    }
-    now = tasks::least(each, shape.units - unit);
-  }
-
- private:
-  MK_DEVICE void begin_group() {
-    group = tasks::least(shape.group, shape.tiles - tile);
-    each = now = done() ? 1 : shape.slice_units(group);
-    begin_share();
-  }
-  // Of few chunks some shares have none.
-  MK_DEVICE void begin_share() {
-    do {
-      first = share * shape.chunks / kConsumers;
-      count = (share + 1) * shape.chunks / kConsumers - first;
-    } while (count == 0 && ++share < kConsumers);
-  }
-};
-
-// The same of a product that is dealt: of as many (share, tile) of the whole product, in this order, as the record's tiles
-// have. A group is of one share, which has chunks; of more than kWideTiles tiles the others have a stage of their own.
-struct DealtSlices {
-  uint32_t chunks, units, tiles, padded, place, end, most;
-  uint32_t tile, group, each, share, unit, now, first, count;
-
-  MK_DEVICE DealtSlices(const abi::Record& record, const MatrixFields& f, uint32_t rows)
-      : chunks(f.k_unit / 32), units(f.units), tiles((f.n + 7) / 8), padded(rows), place(record.tile_begin * kConsumers),
-        end(place + record.tile_count * kConsumers), most(rows > kTileRows ? 2 * kWideTiles : kWideTiles) {
-    begin_group();
-  }
+  // Of a chunk of the input.
   MK_DEVICE uint32_t row_bytes() const { return padded * 64; }
-  MK_DEVICE bool done() const { return place >= end; }
-  MK_DEVICE uint32_t chunk() const { return first * units + unit * count; }
+  // Of either half; with weights in the first stage of a slice, and in its third.
+  MK_DEVICE uint32_t half(uint32_t i) const { return i == 0 ? (group + 1) / 2 : group / 2; }
+  MK_DEVICE uint32_t first_tiles() const { return stages == 3 ? half(0) : group; }
 
-  // Tiles with weights in the slice's first stage of them, and in its second, behind the input's.
-  MK_DEVICE uint32_t first_tiles() const { return tasks::least(group, kWideTiles); }
-  MK_DEVICE uint32_t more_tiles() const { return group - first_tiles(); }
-  MK_DEVICE uint32_t stages() const { return more_tiles() > 0 ? 3 : 2; }
-
-  // The next slice of the group, if there is one; the next group.
-  MK_DEVICE bool next_unit() {
-    unit += now;
-    now = tasks::least(each, units - unit);
-    return now > 0;
-  }
-  MK_DEVICE void next_group() {
-    place += group;
-    begin_group();
-  }
-  MK_DEVICE void next() {
-    if (!next_unit()) next_group();
-  }
-
- private:
-  MK_DEVICE void begin_group() {
-    if (done()) return;
-    share = place / tiles;
-    tile = place - share * tiles;
-    group = tasks::least(most, tasks::least(end - place, tiles - tile));
-    first = share * chunks / kConsumers;
-    count = (share + 1) * chunks / kConsumers - first;
-    each = tasks::least(units, kStageBytes / (tasks::most(row_bytes(), first_tiles() * 512) * count));
+  // Of few chunks some shares have none.
+  MK_DEVICE static uint32_t first_of(uint32_t share, uint32_t chunks) { return share * chunks / kConsumers; }
+  MK_DEVICE void begin_share() {
+    for (;; ++share) {
+      first = first_of(share, chunks);
+      count = first_of(share + 1, chunks) - first;
+      if (count > 0) break;
+    }
     unit = 0;
     now = each;
   }
 };
 
-// Slices and their stages: of each slice the weights, filled by the producer, then the input, filled by a loader. So each
-// may be as far ahead as the ring allows. Who fills a stage has waited for one at most a lap before it, and stages are given
-// back in this order: so he is never two phases behind.
-struct WideOrder {
-  Ring weights, input;
+template <bool kDealt>
+struct Slices : Slice {
+  static constexpr uint32_t kMost = 2 * kGroupTiles;  // tiles of a group
 
-  MK_DEVICE WideOrder(Ring ring) : weights(ring), input(ring) { input.next(); }
-  MK_DEVICE void next() {
-    pass_two(weights);
-    pass_two(input);
+  MK_DEVICE Slices(const abi::Record& record, const MatrixFields& f, uint32_t rows) {
+    chunks = f.k_unit / 32, units = f.units, padded = rows;
+    tiles = kDealt ? (f.n + 7) / 8 : record.tile_count;
+    stages = record.tile_count * (kDealt ? kConsumers : 1) > kGroupTiles ? 3 : 2;
+    const uint32_t most = (chunks + kConsumers - 1) / kConsumers, together = stages == 3 ? kGroupTiles : record.tile_count;
+    each = tasks::least(units, kStageBytes / (tasks::most(row_bytes(), together * 512) * most));
+    by_turns = !kDealt && kStages % 4 == 0 && tiles <= kTurnTiles && chunks % kConsumers == 0;
+    if constexpr (kDealt) place = record.tile_begin * kConsumers;
+    end = kDealt ? place + record.tile_count * kConsumers : tiles;
+    begin_group();
   }
-  MK_DEVICE Ring end() const { return weights; }  // when all are taken
+  MK_DEVICE explicit Slices(const Slice& at) : Slice(at) {}
+
+  MK_DEVICE bool done() const { return place >= end; }
+  MK_DEVICE uint32_t chunk() const { return first * units + unit * count; }  // of the packed input
+  MK_DEVICE bool ends_group() const { return unit + now == units && (kDealt || first + count == chunks); }
+  MK_DEVICE bool ends_all() const { return ends_group() && place + group >= end; }
+
+  MK_DEVICE void next_group() {
+    place += group;
+    begin_group();
+  }
+  MK_DEVICE void next() {
+    if (by_turns && share < kTurnShares) return turn(share + kTurnShares);
+    if (by_turns) turn(share - kTurnShares);
+    unit += now;
+    now = tasks::least(each, units - unit);
+    if (now > 0) return;
+    if (kDealt || share + 1 == (by_turns ? kTurnShares : kConsumers)) return next_group();
+    ++share;
+    begin_share();
+  }
 
  private:
-  MK_DEVICE static void pass_two(Ring& ring) {
-    ring.slot += 2;
-    if (ring.slot >= ring.end) ring.slot -= ring.end, ring.parity ^= 1;
+  MK_DEVICE void turn(uint32_t to) {
+    share = to;
+    first = first_of(share, chunks);
+  }
+  MK_DEVICE void begin_group() {
+    if (done()) return;
+    if constexpr (kDealt) {
+      share = place / tiles;
+      tile = place - share * tiles;
+      group = tasks::least(kMost, tasks::least(end - place, tiles - tile));
+      shares_end = share + 1;
+    } else {
+      const uint32_t groups = (tiles + kMost - 1) / kMost;
+      share = 0, tile = place;
+      group = tasks::least((tiles + groups - 1) / groups, tiles - tile);
+      shares_end = kConsumers;
+    }
+    begin_share();
   }
 };
 
-// Of a dealt product: the first weights, the input, the other weights where there are any.
-struct DealtOrder {
+// The stages of a slice: the first weights, filled by the producer, the input, filled by a loader, and the other weights where
+// they have a stage. So each may be as far ahead as the ring allows. Who fills a stage has waited for one at most a lap before
+// it, and stages are given back in this order: so he is never two phases behind.
+struct WideOrder {
   RingPlace at;
 
-  MK_DEVICE DealtOrder(const RingPlace& first) : at(first) {}
+  MK_DEVICE WideOrder(const RingPlace& first) : at(first) {}
   MK_DEVICE RingPlace stage(uint32_t i) const {
     const uint32_t slot = at.slot + i;
     return slot < kStages ? RingPlace{slot, at.parity} : RingPlace{slot - kStages, at.parity ^ 1};

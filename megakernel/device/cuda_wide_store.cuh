@@ -4,20 +4,6 @@
 
 namespace megakernel::dev {
 
-using WideSums = float[WidePart::kMost][WidePart::kMost][4];
-
-// One share's chains, which begin anew.
-MK_DEVICE void add_chains(WideSums& sums, const WideChains& d) {
-#pragma unroll
-  for (uint32_t i = 0; i < WidePart::kMost; ++i) {
-#pragma unroll
-    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
-#pragma unroll
-      for (uint32_t e = 0; e < 4; ++e) sums[i][j][e] += d[i][j][0][e] + d[i][j][1][e];
-    }
-  }
-}
-
 // Of a dealt product what the chains of each (tile, share, tile of rows) come to, as lanes have it. Behind the packed input,
 // so each step has its own copy, and nothing has to be cleared.
 struct PartSums {
@@ -30,41 +16,37 @@ struct PartSums {
     return base + uint64_t((tile * kConsumers + share) * row_tiles + row_tile) * 512;
   }
 
-  template <uint32_t kTiles>
-  MK_DEVICE void put(
-      const WidePart& part, uint32_t first_tile, uint32_t share, const Chains (&d)[WidePart::kMost][kTiles]) const {
+  template <class Sums>
+  MK_DEVICE void put(uint32_t row_tile, uint32_t first_tile, uint32_t tiles, uint32_t share, const Sums& sums) const {
 #pragma unroll
-    for (uint32_t j = 0; j < kTiles; ++j) {
-      if (j >= part.tiles) break;
-#pragma unroll
-      for (uint32_t i = 0; i < WidePart::kMost; ++i) {
-        if (i >= part.row_tiles) break;
-        const auto sum = [&](uint32_t e) { return as_bits(d[i][j][0][e] + d[i][j][1][e]); };
-        *reinterpret_cast<Quad*>(at(first_tile + part.tile(j), share, part.row_tile(i))) = {sum(0), sum(1), sum(2), sum(3)};
-      }
+    for (uint32_t j = 0; j < kGroupTiles; ++j) {
+      if (j >= tiles) break;
+      float v[4];
+      sums.load(j, v);
+      auto* to = reinterpret_cast<Quad*>(at(first_tile + j, share, row_tile));
+      *to = {as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3])};
     }
   }
 
-  // Added in the order of the shares, as `add_chains` does.
-  MK_DEVICE void add(const WidePart& part, uint32_t first_tile, WideSums& sums) const {
+  // Added in the order of the shares.
+  MK_DEVICE void add(uint32_t tile, uint32_t row_tile, float (&out)[4]) const {
+    Quad v[kConsumers];
 #pragma unroll
-    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
-      if (j >= part.tiles) break;
+    for (uint32_t s = 0; s < kConsumers; ++s) v[s] = load_quad(at(tile, s, row_tile));
+    out[0] = out[1] = out[2] = out[3] = 0.0f;
 #pragma unroll
-      for (uint32_t i = 0; i < WidePart::kMost; ++i) {
-        if (i >= part.row_tiles) break;
-        Quad v[kConsumers];
-#pragma unroll
-        for (uint32_t s = 0; s < kConsumers; ++s) v[s] = load_quad(at(first_tile + part.tile(j), s, part.row_tile(i)));
-        float(&out)[4] = sums[i][j];
-        out[0] = out[1] = out[2] = out[3] = 0.0f;
-#pragma unroll
-        for (uint32_t s = 0; s < kConsumers; ++s) {
-          out[0] += as_float(v[s].x), out[1] += as_float(v[s].y), out[2] += as_float(v[s].z), out[3] += as_float(v[s].w);
-        }
-      }
+    for (uint32_t s = 0; s < kConsumers; ++s) {
+      out[0] += as_float(v[s].x), out[1] += as_float(v[s].y), out[2] += as_float(v[s].z), out[3] += as_float(v[s].w);
     }
   }
+};
+
+// Of one tile.
+struct AddedSums {
+  static constexpr bool kFar = true;  // not in shared memory
+  const PartSums& parts;
+  uint32_t tile, row_tile;
+  MK_DEVICE void load(uint32_t, float (&out)[4]) const { parts.add(tile, row_tile, out); }
 };
 
 // By the group of consumers: until all workers of the product have put theirs. One warp looks, more would be in the way of
@@ -77,6 +59,16 @@ MK_DEVICE void await_sums(Worker& w, uint32_t tiles) {
   w.sync();
 }
 
+// The largest of each sampled row, see Largest; where sums of narrow products would be.
+MK_DEVICE unsigned long long* largest_of_rows() {
+  static_assert(Sums::bytes(1) >= abi::kMaxRows * 8);
+  return reinterpret_cast<unsigned long long*>(block().scratch + kScratchBytes) - abi::kMaxRows;
+}
+MK_DEVICE void begin_largest(Worker& w) {
+  if (w.lane() < w.header->sampled) largest_of_rows()[w.lane()] = 0;
+  w.sync();
+}
+
 // Lane 4 g + t has rows g and g + 8 of a tile of rows, rows 2 t and 2 t + 1 of a tile's weights.
 template <uint32_t kFlags>
 struct WideStorer {
@@ -84,71 +76,40 @@ struct WideStorer {
   static constexpr uint32_t kWidth = flags.epilogue() == tasks::Epilogue::kGlu ? 4 : 8;
   static constexpr bool kResidual = flags.epilogue() == tasks::Epilogue::kResidual;
   static constexpr bool kGives = flags.wide_chunks() > 0;
+  using Given = GivenInput<flags.wide_chunks()>;
   Worker& w;
   const MatrixFields& f;
-  const PackedInput& packed;
   const uint32_t rows;
-  const float inverse_k, scale;
 
-  MK_DEVICE WideStorer(Worker& worker, const MatrixFields& fields, const PackedInput& input)
-      : w(worker), f(fields), packed(input), rows(matrix_rows(worker, flags.sampled())), inverse_k(1.0f / float(fields.k)),
-        scale(fields.scale) {
-    if constexpr (flags.sampled()) {
-      if (w.lane() < rows) best()[w.lane()] = 0;
-      w.sync();
-    }
-  }
+  MK_DEVICE WideStorer(Worker& worker, const MatrixFields& fields)
+      : w(worker), f(fields), rows(matrix_rows(worker, flags.sampled())) {}
 
-  // The largest of each sampled row, see Largest; where sums of narrow products would be.
-  MK_DEVICE static unsigned long long* best() {
-    static_assert(Sums::bytes(1) >= abi::kMaxRows * 8);
-    return reinterpret_cast<unsigned long long*>(block().scratch + kScratchBytes) - abi::kMaxRows;
-  }
-
-  MK_DEVICE void put(const WidePart& part, const WideSums& sums, uint32_t first_tile) {
-    if (part.tiles == 0) return;
-    const uint32_t g = w.warp_lane() / 4, pair = w.warp_lane() % 4 * 2;
-    const float own = factor(part.row_tile(w.warp_lane() / 16) * 16 + w.warp_lane() % 16);
-#pragma unroll
-    for (uint32_t j = 0; j < WidePart::kMost; ++j) {
-      if (j >= part.tiles) break;
-      const uint32_t tile = first_tile + part.tile(j), column = tile * kWidth + pair;
-      float bias[2] = {0.0f, 0.0f};
-      if constexpr (flags.bias()) {
-        const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
-        bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
+  // A warp's tile of rows and some tiles of weights, one after the other: what is executed once a product takes as long to
+  // fetch. What some are added to is asked for at once.
+  template <class Sums>
+  MK_DEVICE void put(uint32_t row_tile, uint32_t first_tile, uint32_t tiles, const Sums& sums) {
+    const uint32_t row = row_tile * 16 + w.warp_lane() / 4;
+    const Given to(w, f.output, f.n);
+    float factor[2] = {1.0f, 1.0f};
+    if constexpr (flags.norm()) factor[0] = row_factors()[row], factor[1] = row_factors()[row + 8];
+    [[maybe_unused]] unsigned long long largest[2] = {0, 0};
+    constexpr uint32_t kAtOnce = kResidual && !Sums::kFar ? 2 : 1;
+#pragma unroll 1
+    for (uint32_t from = 0; from < tiles; from += kAtOnce) {
+      float v[4];
+      if constexpr (Sums::kFar) sums.load(from, v);  // asked for beside what it is added to
+      [[maybe_unused]] float residual[kAtOnce][4];
+      if constexpr (kResidual) {
+        fetch_residual(row, (first_tile + from) * kWidth + w.warp_lane() % 4 * 2, tiles - from, residual);
       }
-      [[maybe_unused]] uint32_t *given, word[2];  // of rows g and g + 8
-      if constexpr (kGives) given = GivenInput<flags.wide_chunks()>(w, f.output, f.n).pair(g, column);
-      float residual[4][2];
-      if constexpr (kResidual) fetch_residual(part, column, residual);
 #pragma unroll
-      for (uint32_t k = 0; k < 4; ++k) {
-        const uint32_t i = k / 2, h = k % 2;
-        if (i >= part.row_tiles) break;
-        const uint32_t row = part.row_tile(i) * 16 + h * 8 + g;
-        const float scaled = flags.norm() ? __shfl_sync(0xffffffffu, own, i * 16 + h * 8 + g) : 1.0f;
-        const auto value = [&](uint32_t e) {
-          return finish((total(sums[i][j][h * 2 + e], scaled) + bias[e]) * scale, kResidual ? residual[k][e] : 0.0f);
-        };
-        if constexpr (kGives) {  // rows that are none are read by nobody
-          word[h] = pack<flags.half()>(value(0), value(1));
-          if (h == 1 && pair < kWidth) store_long(given + part.row_tile(i) * 256, uint64_t(word[1]) << 32 | word[0]);
-          continue;
-        }
-        unsigned long long largest = 0;
-#pragma unroll
-        for (uint32_t e = 0; e < 2; ++e) {
-          const float v = value(e);
-          const bool active = pair + e < kWidth && column + e < f.n && row < rows;
-          float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column + e;
-          if (active && flags.sampled()) *out = v;
-          if (active && !flags.sampled()) publish(out, v);
-          if (active && flags.sampled() && Largest::key(v, column + e) > largest) largest = Largest::key(v, column + e);
-        }
-        if constexpr (flags.sampled()) keep_largest(row, largest);
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        if (from + i >= tiles) break;
+        if constexpr (!Sums::kFar) sums.load(from + i, v);
+        put_tile(to, row, first_tile + from + i, v, factor, residual[i], largest);
       }
     }
+    if constexpr (flags.sampled()) keep_largest(row, largest[0]), keep_largest(row + 8, largest[1]);
   }
 
   MK_DEVICE void end(const abi::Record& record) {
@@ -157,48 +118,89 @@ struct WideStorer {
       const uint32_t row = w.lane();
       if (row < rows) {
         uint64_t* out = Largest::at(w, f.output, row, w.id);
-        store_long(out, best()[row]);
+        store_long(out, largest_of_rows()[row]);
         store_long(out + 1, record.tile_count);
-        if constexpr (abi::kRanks > 1) send_largest(w, row, best()[row], record.tile_count);
+        if constexpr (abi::kRanks > 1) send_largest(w, row, largest_of_rows()[row], record.tile_count);
       }
     }
     if (!kGives && record.signal == abi::kNone) return;
     w.sync();
     if (w.lane() != 0) return;
-    if constexpr (kGives) GivenInput<flags.wide_chunks()>::count(w, uint64_t(record.tile_count * kWidth) * rows);
+    if constexpr (kGives) Given::count(w, uint64_t(record.tile_count * kWidth) * rows);
     signal_counter(w, record);
   }
 
  private:
-  // Of the norm of a row.
-  MK_DEVICE float factor(uint32_t row) const {
-    if constexpr (!flags.norm()) return 1.0f;
-    float4 a = make_float4(0.0f, 0.0f, 0.0f, 0.0f), b = a;
-    if (row < rows) {
-      const Quad low = load_quad(packed.squares(row)), high = load_quad(packed.squares(row) + 4);
-      a = make_float4(as_float(low.x), as_float(low.y), as_float(low.z), as_float(low.w));
-      b = make_float4(as_float(high.x), as_float(high.y), as_float(high.z), as_float(high.w));
+  // Rows `row` and `row` + 8, two columns each.
+  MK_DEVICE void put_tile(const Given& to, uint32_t row, uint32_t tile, const float (&sum)[4], const float (&factor)[2],
+                          const float (&residual)[4], unsigned long long (&largest)[2]) {
+    const uint32_t pair = w.warp_lane() % 4 * 2;
+    float v[4], bias[2] = {0.0f, 0.0f};
+    if constexpr (flags.bias()) {
+      const float* p = tasks::weights<float>(w, f.bias) + tile * 8 + pair;
+      bias[0] = load_constant(p), bias[1] = load_constant(p + 1);
     }
-    return rsqrtf((a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w) * inverse_k + f.eps);
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) v[i] = ((flags.norm() ? sum[i] * factor[i / 2] : sum[i]) + bias[i % 2]) * f.scale;
+    if constexpr (flags.epilogue() == tasks::Epilogue::kGlu) {
+      // Lanes t and t + 2 of four have gates and ups of both rows, and make the outputs of one each.
+      const bool up = pair >= kWidth;
+      float out[2];
+#pragma unroll
+      for (uint32_t e = 0; e < 2; ++e) {
+        const float other = __shfl_xor_sync(0xffffffffu, up ? v[e] : v[2 + e], 2);
+        out[e] = finish_output<kFlags>(f, up ? other : v[e], up ? v[2 + e] : other, 0.0f);
+      }
+      put_two(to, up ? row + 8 : row, tile * kWidth + pair % kWidth, out, largest[0]);
+    } else {
+#pragma unroll
+      for (uint32_t h = 0; h < 2; ++h) {
+        float out[2];
+#pragma unroll
+        for (uint32_t e = 0; e < 2; ++e) {
+          out[e] = finish_output<kFlags>(f, v[h * 2 + e], 1.0f, kResidual ? residual[h * 2 + e] : 0.0f);
+        }
+        put_two(to, row + h * 8, tile * kWidth + pair, out, largest[h]);
+      }
+    }
   }
-  MK_DEVICE static float total(float v, float factor) { return flags.norm() ? v * factor : v; }
 
-  MK_DEVICE float finish(float v, float residual) const { return finish_output<kFlags, 2>(f, v, residual); }
+  // Two columns of a row.
+  MK_DEVICE void put_two(const Given& to, uint32_t row, uint32_t column, const float (&v)[2], unsigned long long& largest) {
+    if constexpr (kGives) {  // rows that are none are read by nobody
+      store_word(to.pair(row, column), pack<flags.half()>(v[0], v[1]));
+      return;
+    }
+    if (row >= rows) return;
+    float* out = tasks::workspace<float>(w, f.output) + uint64_t(row) * f.n + column;
+#pragma unroll
+    for (uint32_t e = 0; e < 2; ++e) {
+      if (column + e >= f.n) break;
+      if constexpr (flags.sampled()) {
+        out[e] = v[e];
+        if (Largest::key(v[e], column + e) > largest) largest = Largest::key(v[e], column + e);
+      } else {
+        publish(out + e, v[e]);
+      }
+    }
+  }
 
-  // Of the rows of a lane, two columns each.
-  MK_DEVICE void fetch_residual(const WidePart& part, uint32_t column, float (&out)[4][2]) {
-    uint32_t v[4][2];
-    const float* from = tasks::workspace<const float>(w, f.residual) + column;
-    auto ask = [&](uint32_t k, uint32_t e) {
-      const uint32_t row = part.row_tile(k / 2) * 16 + k % 2 * 8 + w.warp_lane() / 4;
-      return k / 2 < part.row_tiles && row < rows && column + e < f.n ? load_word(from + uint64_t(row) * f.n + e) : 0;
+  // Of up to kMost tiles, two columns of rows `row` and `row` + 8 each.
+  template <uint32_t kMost>
+  MK_DEVICE void fetch_residual(uint32_t row, uint32_t column, uint32_t tiles, float (&out)[kMost][4]) {
+    uint32_t v[kMost][4];
+    const float* from = tasks::workspace<const float>(w, f.residual) + uint64_t(row) * f.n + column;
+    const auto ask = [&](uint32_t i, uint32_t k) {
+      const uint32_t at = i * kWidth + k % 2;
+      const bool there = i < tiles && row + k / 2 * 8 < rows && column + at < f.n;
+      return there ? load_word(from + uint64_t(k / 2 * 8) * f.n + at) : 0;
     };
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) v[i / 2][i % 2] = ask(i / 2, i % 2);
-    const auto missing = [&](uint32_t i) { return v[i / 2][i % 2] == kInvalid; };
-    await_all<8>(w, missing, [&](uint32_t i) { v[i / 2][i % 2] = ask(i / 2, i % 2); }, 0);
+    for (uint32_t i = 0; i < 4 * kMost; ++i) v[i / 4][i % 4] = ask(i / 4, i % 4);
+    const auto missing = [&](uint32_t i) { return v[i / 4][i % 4] == kInvalid; };
+    await_all<4 * kMost>(w, missing, [&](uint32_t i) { v[i / 4][i % 4] = ask(i / 4, i % 4); }, 0);
 #pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) out[i / 2][i % 2] = as_float(v[i / 2][i % 2]);
+    for (uint32_t i = 0; i < 4 * kMost; ++i) out[i / 4][i % 4] = as_float(v[i / 4][i % 4]);
   }
 
   MK_DEVICE void keep_largest(uint32_t row, unsigned long long largest) const {
@@ -207,7 +209,7 @@ struct WideStorer {
       const unsigned long long other = __shfl_xor_sync(0xffffffffu, largest, d);
       if (other > largest) largest = other;
     }
-    if (w.warp_lane() % 4 == 0 && row < rows) atomicMax(best() + row, largest);
+    if (w.warp_lane() % 4 == 0 && row < rows) atomicMax(largest_of_rows() + row, largest);
   }
 };
 

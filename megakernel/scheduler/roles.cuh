@@ -35,6 +35,10 @@ concept Idling = requires(Worker& w, const abi::Record& r) { dev::Core<T>::idles
 template <class T>
 concept Asking = requires { dev::Core<T>::needs_header(); };
 
+// A task whose consumers leave a part of it to their caller, which executes it in line: see Core::consume_several.
+template <class T>
+concept Pausing = requires { dev::Core<T>::resume(); };
+
 template <class T>
 MK_DEVICE bool needs_header() {
   if constexpr (Asking<T>) return dev::Core<T>::needs_header();
@@ -44,6 +48,11 @@ MK_DEVICE bool needs_header() {
 template <class... T>
 constexpr bool makes_headers(TaskList<T...>) {
   return (Beginning<T> || ...);
+}
+
+template <class... T>
+constexpr bool pauses(TaskList<T...>) {
+  return (Pausing<T> || ...);
 }
 
 template <class T, class... Rest>
@@ -157,15 +166,9 @@ MK_DEVICE void each_record(Do f) {
 
 // The records of a step. kSeveral: of one that the device treats apart, because it may have several rows: a task may have
 // functions of its own for those, so that what is executed in others does not grow by them.
-template <class Tasks, bool kSeveral>
+template <class Tasks>
 MK_DEVICE void consume_records() {
-  each_record<Tasks>([]<class T>() {
-    if constexpr (kSeveral && requires { dev::Core<T>::consume_several(); }) {
-      dev::Core<T>::consume_several();
-    } else {
-      dev::Core<T>::consume();
-    }
-  });
+  each_record<Tasks>([]<class T>() { dev::Core<T>::consume(); });
 }
 
 template <class Tasks, bool kSeveral>
@@ -199,9 +202,33 @@ MK_DEVICE void load_records() {
 
 namespace several {
 
+// Consumers, from the record at work on, until a task pauses or the step ends.
 template <class Tasks>
 MK_OUT_OF_LINE void consume_records() {
-  roles::consume_records<Tasks, true>();
+  for (;; roles::next_record()) {
+    const uint32_t opcode = dev::own_answer();
+    if (opcode == abi::kEnd) return;
+    roles::dispatch<0>(opcode, []<class T>() {
+      if constexpr (requires { dev::Core<T>::consume_several(); }) {
+        dev::Core<T>::consume_several();
+      } else {
+        dev::Core<T>::consume();
+      }
+    }, Tasks{});
+    if constexpr (roles::pauses(Tasks{})) {
+      if (dev::paused()) return;
+    }
+  }
+}
+// The same from where a task has paused on.
+template <class Tasks>
+MK_OUT_OF_LINE void resume_record() {
+  roles::dispatch<0>(dev::own_answer() & ~dev::kPaused, []<class T>() {
+    if constexpr (roles::Pausing<T>) dev::Core<T>::resume();
+  }, Tasks{});
+  if (dev::paused()) return;
+  roles::next_record();
+  consume_records<Tasks>();
 }
 template <class Tasks>
 MK_OUT_OF_LINE void store_records() {
@@ -223,9 +250,16 @@ MK_DEVICE void run_consumer(bool one_step) {
   }
   for (begin_step(); step_begins(); begin_step()) {
     if (dev::was_announced()) {
+      first_record();
       several::consume_records<Tasks>();
+      if constexpr (pauses(Tasks{})) {
+        while (dev::paused()) {
+          dev::work_in_pause(Tasks{});
+          several::resume_record<Tasks>();
+        }
+      }
     } else {
-      consume_records<Tasks, false>();
+      consume_records<Tasks>();
     }
     last_record();
     end_step();

@@ -194,10 +194,21 @@ def _functions(cubin: bytes, names: tuple[str, ...], least: int | None = None) -
 
 
 @needs_wheels
+def test_products_of_four_warps_run_on(tmp_path: Path) -> None:
+    """In a function that is called, or with a branch behind them, the compiler waits for each of them, and says so."""
+    code, log = machine_code("sm_90a", tmp_path, 64), built("sm_90a", rows=64)[1]
+    assert {n: code.count(f"HGMMA.64x{n}x16.F32.BF16") > 8 for n in (16, 32, 64)} == {16: True, 32: True, 64: True}
+    assert "serialized" not in log
+    waits = re.findall(r"WARPGROUP.DEPBAR|WARPGROUP.ARRIVE|HGMMA", code)
+    assert waits.count("HGMMA") > 2 * waits.count("WARPGROUP.DEPBAR")
+    assert "HGMMA" not in machine_code("sm_90a", tmp_path)
+
+
+@needs_wheels
 def test_only_a_kernel_with_room_for_many_rows_has_wide_products(tmp_path: Path) -> None:
     """Its products read no activations as they multiply: their input comes packed, by copies."""
-    assert not _functions(built("sm_90a")[0], ("consume_wide",), least=0)
-    found = _functions(built("sm_90a", rows=64)[0], ("consume_wideI", "produce_wideI", "pack_rowsI", "clear_wideI"))
+    assert not _functions(built("sm_90a")[0], ("put_products",), least=0)
+    found = _functions(built("sm_90a", rows=64)[0], ("put_productsI", "produce_wideI", "pack_rowsI", "clear_wideI"))
     assert len(found) > 8
     used = [int(n) for n in re.findall(r"Used (\d+) registers", built("sm_90a", rows=64)[1])]
     assert used and max(used) <= REGISTERS

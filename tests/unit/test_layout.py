@@ -163,9 +163,12 @@ def test_packed_order_is_the_layout(target: str, dtype: str, n: int, k: int) -> 
 
 
 def positions(packed: PackedLayout) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    rows = np.array([packed.layout(r, 0) for r in range(packed.n_padded)], np.int64)
-    columns = np.array([packed.layout(0, c) for c in range(packed.k_padded)], np.int64)
-    return rows[:, None] + columns[None, :]
+    plain, swizzle = Layout(packed.layout.shape, packed.layout.stride), packed.layout.swizzle or Swizzle(0, 0, 0)
+    rows = np.array([plain(r, 0) for r in range(packed.n_padded)], np.int64)
+    columns = np.array([plain(0, c) for c in range(packed.k_padded)], np.int64)
+    index = rows[:, None] + columns[None, :]
+    mask = ((1 << swizzle.bits) - 1) << (swizzle.base + swizzle.shift)
+    return index ^ (index & mask) >> swizzle.shift
 
 
 @settings(max_examples=50, deadline=None)
@@ -177,7 +180,9 @@ def test_fragment_order_by_its_formula(n: int, k: int, data: st.DataObject) -> N
     assert packed.unit_bytes == 8 * unit * 2
     row, column = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, k - 1))
     tile, r, which, inside = row // 8, row % 8, column // unit, column % unit
-    want = ((tile * units + which) * (unit // 32) + inside // 32) * 256 + (r * 4 + inside % 32 // 8) * 8 + inside % 8
+    group, step, last = inside % 32 // 8, inside % 8 // 4, inside % 4
+    want = ((tile * units + which) * (unit // 32) + inside // 32) * 256 + step * 128
+    want += r * 16 + (group // 2 ^ r // 4) * 8 + group % 2 * 4 + last
     assert packed.layout(row, column) == want
 
 

@@ -27,7 +27,9 @@ constexpr uint32_t kWarpArrivals = 1;
 #endif
 constexpr uint32_t kFullArrivals = 1;
 
+extern "C" {
 extern thread_local __attribute__((aligned(1024))) unsigned char mk_shared[];
+}
 inline uint32_t shared_address(const void* p) { return uint32_t(reinterpret_cast<uint64_t>(p) - reinterpret_cast<uint64_t>(mk_shared)); }
 template <class T>
 T* at_shared(uint32_t address) {
@@ -50,6 +52,9 @@ EMULATOR_UNSEEN inline void barrier_arrive(uint64_t* barrier) {
   if (--b.pending != 0) return;
   b.pending = b.count;
   b.parity ^= 1;
+}
+inline void barrier_arrive_at(uint32_t address, uint32_t times = 1) {
+  for (; times > 0; --times) barrier_arrive(at_shared<uint64_t>(address));
 }
 inline bool arrives() { return kWarpArrivals > 1 || threadIdx.x % 32 == 0; }
 inline void barrier_arrive_warp(uint64_t* barrier) {
@@ -75,6 +80,8 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity, uint32_t stop) {
     if (__atomic_load_n(at_shared<uint32_t>(stop), __ATOMIC_RELAXED) != 0) end_thread();
   }
 }
+inline uint32_t shared_again() { return 0; }
+inline uint32_t in_register(uint32_t v) { return v; }
 inline uint32_t of_first_lane(uint32_t v) { return __shfl_sync(0xffffffffu, v, 0); }
 inline void fence_shared_for_copies() {}
 inline void fence_global_for_copies() {}
@@ -95,6 +102,9 @@ inline void copy_pieces(void* to, const void* from, uint32_t bytes, uint32_t pie
   if (lane == 0) barrier_arrive(barrier);
 }
 
+struct alignas(8) Two {
+  uint32_t x, y;
+};
 struct alignas(16) Quad {
   uint32_t x, y, z, w;
 };
@@ -109,7 +119,6 @@ T load_as_one(const void* p, int order = __ATOMIC_RELAXED) {
   return T(__atomic_load_n(static_cast<const T*>(p), order));
 }
 inline uint32_t load_word(const void* p) { return load_as_one<uint32_t>(p); }
-inline Quad load_shared(const void* p) { return *static_cast<const Quad*>(p); }
 inline Quad load_quad(const void* p) {
   emulator::before_load();
   Quad v;
@@ -163,6 +172,7 @@ uint32_t load_volatile_together(const T* p) {  // lanes take turns: each could s
 }
 inline void store_volatile(uint32_t* p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline uint64_t clock_ns() { return emulator::now_ns(); }
+inline uint32_t thread_again() { return threadIdx.x; }
 
 // ------------------------------------------------------------------------------------------------ matrix cores
 inline float half_to_float(uint16_t bits) {
