@@ -64,9 +64,9 @@ MK_DEVICE unsigned long long* largest_of_rows() {
   static_assert(Sums::bytes(1) >= abi::kMaxRows * 8);
   return reinterpret_cast<unsigned long long*>(block().scratch + kScratchBytes) - abi::kMaxRows;
 }
-MK_DEVICE void begin_largest(Worker& w) {
+// The group meets behind the first tiles, before any is larger.
+MK_DEVICE void begin_largest(const Worker& w) {
   if (w.lane() < w.header->sampled) largest_of_rows()[w.lane()] = 0;
-  w.sync();
 }
 
 // Lane 4 g + t has rows g and g + 8 of a tile of rows, rows 2 t and 2 t + 1 of a tile's weights.
