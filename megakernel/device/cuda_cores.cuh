@@ -77,6 +77,11 @@ struct Consumer {
     if constexpr (kChaos) s.random = w.random;
     __syncwarp();
   }
+  // In the middle of a product, whose loader reads where the ring was at its begin.
+  MK_DEVICE void save_but_ring() const {
+    w.state_to_write().input_parity = input_parity;
+    w.save();
+  }
   // When it has met and neither summed nor broadcast.
   MK_DEVICE void save_met() const {
     save_own();

@@ -337,7 +337,7 @@ __device__ __noinline__ void begin_products() {
   meet_loaders(c);
   WideWalk{c.ring, c.ring, Slices<kDealt>(*c.w.record, matrix_fields(c.w), padded_rows(c.w, kSampled))}.put();
   set_paused(true);
-  c.save();
+  c.save_but_ring();
 }
 
 // ------------------------------------------------------------------------------------------------ what comes of them
@@ -389,7 +389,7 @@ __device__ __noinline__ void put_products() {
   const GroupSums<false> sums;
   WideStorer<kFlags> out(c.w, matrix_fields(c.w));
   if (sums.mine) out.put(sums.row_tile, c.w.record->tile_begin + sums.tile, sums.tiles, sums);
-  if (sums.next()) return c.save_own();
+  if (sums.next()) return c.save_but_ring();
   c.ring = {sums.walk.next, kStages};
   out.end(*c.w.record);
   meet_loaders(c);
@@ -407,7 +407,7 @@ __device__ __noinline__ void put_chains() {
     const MatrixFields& f = matrix_fields(w);
     PartSums(PackedInput(w, f, false), f).put(sums.row_tile, sums.tile, sums.tiles, sums.walk.at.share, sums);
   }
-  if (sums.next()) return c.save_own();
+  if (sums.next()) return c.save_but_ring();
   c.ring = {sums.walk.next, kStages};
   w.sync();
   if (w.lane() == 0) add_release(counter_of(w, sums_counter(w)), uint64_t(kConsumers * w.record->tile_count) * w.header->rows);
