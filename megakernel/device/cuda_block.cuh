@@ -14,9 +14,10 @@ constexpr uint32_t kRecordReaders = kConsumers + 1 + kLoaders;  // consumers, st
 constexpr uint32_t kTileRows = 16;                 // of the matrix cores
 constexpr bool kWide = abi::kMaxRows > kTileRows;  // steps may be wide, see cuda_wide.cuh
 constexpr uint32_t kNarrowRows = kWide ? MEGAKERNEL_NARROW_ROWS : kTileRows;  // more make a step wide
-// Inputs, partial sums and merges; less what headers of more rows take, and consumers in wide steps, and answers.
+// Inputs, partial sums and merges; less answers, what headers of more rows take, and consumers in wide steps.
 constexpr uint32_t kHeaderBytes = 2 * sizeof(abi::StepHeader) - 1024, kWalkWords = kWide ? 22 : 1;
-constexpr uint32_t kBaseScratch = MEGAKERNEL_SCRATCH_BYTES - (kWide ? kHeaderBytes + kConsumers * kWalkWords * 4 + 64 : 0);
+constexpr uint32_t kAnswerBytes = 64;
+constexpr uint32_t kBaseScratch = MEGAKERNEL_SCRATCH_BYTES - kAnswerBytes - (kWide ? kHeaderBytes + kConsumers * kWalkWords * 4 : 0);
 // A program whose widest input is no row that fits gives up stages for it, where there are enough.
 constexpr uint32_t kRowScratch = MEGAKERNEL_UNITS * 2048 + 32 + 2 * (kConsumers * 33 * 4);  // see RowStash and Sums
 constexpr uint32_t kLent = kRowScratch > kBaseScratch ? (kRowScratch - kBaseScratch + kStageBytes - 1) / kStageBytes : 0;
@@ -134,7 +135,7 @@ struct alignas(128) Block {
   uint64_t broadcast_word[2];
   RoleState state[kWarps];
   RoomState room[kWarps];
-  uint32_t answer[kWarps];   // of a function to its warp, see own_answer()
+  uint32_t answer[kAnswerBytes / 4];  // of a function to its warp, see own_answer()
   CopyState copying[kStages];
   uint32_t walk[kConsumers][kWalkWords];  // see StretchWalk, WideWalk
   uint32_t stop;             // every thread of the block ends when it next waits
