@@ -9,9 +9,6 @@ namespace megakernel::dev {
 
 constexpr uint32_t kGroupWarps = 4, kGroupTiles = 8;  // tiles of weights: at most
 
-// Of a warp's 16 rows lane 4 g + t has g and g + 8, of each tile outputs 2 t and 2 t + 1.
-using GroupChain = float[kGroupTiles][4];
-
 // What a warp has of them: how many tiles there are, whether it has rows.
 struct GroupPart {
   uint32_t tiles;
@@ -33,33 +30,33 @@ MK_DEVICE void await_group() {
 }
 
 #define MK_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-#define MK_GROUP(n, type, places, a, b, on)                                                                             \
-  "{\n.reg .pred on;\n.reg .b64 rows, tiles;\nsetp.ne.u32 on, " on ", 0;\nmov.b64 rows, {" a "};\nmov.b64 tiles, {" b   \
-  "};\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" places "}, rows, tiles, on, 1, 1, 0, 0;\n}"
+#define MK_GROUP(n, type, places, a, b, on)                                                                          \
+  "{\n.reg .pred on;\n.reg .b64 rows, tiles;\nsetp.ne.u32 on, " on ", 0;\n"                                        \
+  "mov.b64 rows, {" a "};\nmov.b64 tiles, {" b "};\n"                                                              \
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" places "}, rows, tiles, on, 1, 1, 0, 0;\n}"
 #define MK_OPERANDS "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(adds)
 #define MK_MULTIPLY(type)                                                                                           \
-  if constexpr (kTiles == 1) {                                                                                      \
-    asm volatile(MK_GROUP("8", type, "%0,%1,%2,%3", "%4, %5", "%6, %7", "%8") : MK_TILE(0) : MK_OPERANDS);               \
-  } else if constexpr (kTiles == 2) {                                                                               \
-    asm volatile(MK_GROUP("16", type, "%0,%1,%2,%3,%4,%5,%6,%7", "%8, %9", "%10, %11", "%12")                              \
+  if constexpr (kTiles == 2) {                                                                                      \
+    asm volatile(MK_GROUP("16", type, "%0,%1,%2,%3,%4,%5,%6,%7", "%8, %9", "%10, %11", "%12")                       \
                  : MK_TILE(0), MK_TILE(1) : MK_OPERANDS);                                                           \
   } else if constexpr (kTiles == 4) {                                                                               \
-    asm volatile(MK_GROUP("32", type, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16, %17", "%18, %19", "%20") \
+    asm volatile(MK_GROUP("32", type, "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16, %17",          \
+                          "%18, %19", "%20")                                                                        \
                  : MK_TILE(0), MK_TILE(1), MK_TILE(2), MK_TILE(3) : MK_OPERANDS);                                   \
   } else {                                                                                                          \
     asm volatile(MK_GROUP("64", type,                                                                               \
                           "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,"  \
-                          "%24,%25,%26,%27,%28,%29,%30,%31", "%32, %33", "%34, %35", "%36")                                \
+                          "%24,%25,%26,%27,%28,%29,%30,%31", "%32, %33", "%34, %35", "%36")                         \
                  : MK_TILE(0), MK_TILE(1), MK_TILE(2), MK_TILE(3), MK_TILE(4), MK_TILE(5), MK_TILE(6), MK_TILE(7)   \
                  : MK_OPERANDS);                                                                                    \
   }
 
 // d += a b, or d = a b if `adds` is 0, of up to kTiles tiles, when await_group has returned. Of rows and tiles that are not
-// there whatever comes out.
+// there whatever comes out. Of a warp's 16 rows lane 4 g + t has g and g + 8, of each tile outputs 2 t and 2 t + 1.
 template <bool kHalf, uint32_t kTiles, uint32_t kMost>
 MK_DEVICE void multiply_group(float (&d)[kMost][4], const GroupOperand& a, const GroupOperand& b, uint32_t adds,
                               const GroupPart&) {
-  static_assert(kTiles == 1 || kTiles == 2 || kTiles == 4 || kTiles == 8);
+  static_assert(kTiles == 2 || kTiles == 4 || kTiles == 8);
   if constexpr (kHalf) {
     MK_MULTIPLY("f16")
   } else {

@@ -1,7 +1,7 @@
 // Rows of packed weights times activations, on the matrix cores (see tasks/matmul.py for the formula).
 //
-// A unit of the packed weights is 8 rows x k_unit columns in operand order (builder/layout.py) and fills a stage. The 8 consumers share the
-// columns of every unit: warp w takes the w-th eighth of its 32-column chunks. Tiles go in blocks of 4, units of a block
+// A unit of the packed weights is 8 rows x k_unit columns in operand order (see kOperandBytes) and fills a stage. The 8
+// consumers share the columns of every unit: warp w takes the w-th eighth of its 32-column chunks. Tiles go in blocks of 4, units of a block
 // k-major, so a fragment of the input serves 4 tiles. An output is the sum over warps, in order, of two chains that run
 // over the warp's chunks in order: whatever the rows of the step, the tiles of the record or the number of workers.
 //

@@ -71,7 +71,7 @@ __device__ __noinline__ void produce_wide() {
   p.save();
 }
 
-using WideSums = GroupChain;  // of a warp: of 16 rows and the tiles of one half of a group; of a share or of all
+using WideSums = float[kGroupTiles][4];  // of a warp: of 16 rows and the tiles of one half of a group; of a share or of all
 
 template <uint32_t kMost>
 MK_DEVICE void clear(float (&sums)[kMost][4]) {
@@ -101,6 +101,9 @@ struct WideWalk {
     if (lane_of_warp() == 0) own() = *this;
     __syncwarp();
   }
+
+  // Of the group, in all lanes. Read where it is used: registers are few.
+  MK_DEVICE static uint32_t group_has(uint32_t Slice::*field) { return of_first_lane(load_volatile(&(own().at.*field))); }
 
   MK_DEVICE static uint32_t half() { return thread_again() / 32 / kGroupWarps; }
   MK_DEVICE static uint32_t row_tile() { return thread_again() / 32 % kGroupWarps; }
@@ -183,7 +186,7 @@ template <bool kHalf, uint32_t kTiles, uint32_t kMost>
 MK_DEVICE void multiply_slice(float (&d)[2][kMost][4], GroupOperand a, GroupOperand b, uint32_t row_bytes, uint32_t unit_bytes,
                               uint32_t count, uint32_t units, uint32_t adds, const GroupPart& part) {
   const auto chunk = [&](uint32_t c, uint32_t on) {
-    multiply_group<kHalf, kTiles, kMost>(d[0], GroupOperand(a, c * row_bytes), GroupOperand(b, c * 512), on, part);
+    multiply_group<kHalf, kTiles>(d[0], GroupOperand(a, c * row_bytes), GroupOperand(b, c * 512), on, part);
     multiply_group<kHalf, kTiles>(
         d[1], GroupOperand(a, c * row_bytes + kOperandBytes), GroupOperand(b, c * 512 + kOperandBytes), on, part);
   };
@@ -220,10 +223,9 @@ MK_DEVICE void add_chains(float (&sums)[kMost][4], const float (&d)[2][kMost][4]
 // sums. All that branches depend on is known to be the same in all lanes, or products would wait for one another.
 template <bool kHalf>
 MK_DEVICE void multiply_group_of_tiles() {
-  // Read where it is used: registers are few.
-  const auto own = [](uint32_t Slice::*field) { return of_first_lane(load_volatile(&(WideWalk::own().at.*field))); };
-  const auto own_tiles = [own] { return (own(&Slice::group) + 1 - of_first_lane(WideWalk::half())) / 2; };
-  const uint32_t tiles = own_tiles(), each = own(&Slice::each), row_bytes = own(&Slice::padded) * 64;
+  const auto own = WideWalk::group_has;
+  const uint32_t tiles = (own(&Slice::group) + 1 - of_first_lane(WideWalk::half())) / 2;
+  const uint32_t each = own(&Slice::each), row_bytes = own(&Slice::padded) * 64;
   const GroupPart part = {tiles, WideWalk::row_tile() * 1024 < row_bytes};
   SliceReader from(WideWalk::own().next, own(&Slice::stages));
   WideSums sums, d[2];
@@ -271,7 +273,7 @@ MK_DEVICE void multiply_group_of_tiles() {
 template <bool kHalf>
 MK_DEVICE void multiply_by_turns() {
   constexpr uint32_t kTiles = Slice::kTurnTiles, kShares = Slice::kTurnShares;
-  const auto own = [](uint32_t Slice::*field) { return of_first_lane(load_volatile(&(WideWalk::own().at.*field))); };
+  const auto own = WideWalk::group_has;
   const uint32_t tiles = own(&Slice::group), each = own(&Slice::each), units = own(&Slice::units);
   const uint32_t row_bytes = own(&Slice::padded) * 64;
   const uint32_t second = of_first_lane(WideWalk::half()), count = own(&Slice::chunks) / kConsumers;
@@ -325,7 +327,7 @@ MK_DEVICE void multiply_by_turns() {
 
 template <bool kHalf>
 MK_DEVICE void multiply_in_pause() {
-  if (of_first_lane(load_volatile(&WideWalk::own().at.by_turns)) != 0) return multiply_by_turns<kHalf>();
+  if (WideWalk::group_has(&Slice::by_turns) != 0) return multiply_by_turns<kHalf>();
   multiply_group_of_tiles<kHalf>();
 }
 
@@ -351,7 +353,8 @@ struct GroupSums {
 
   MK_DEVICE GroupSums()
       : walk(WideWalk::own()), row_tile(WideWalk::row_tile()),
-        tile(walk.at.tile + (WideWalk::half() > 0 ? walk.at.half(0) : 0)), tiles(walk.at.half(WideWalk::half())), mine(row_tile * 16 < walk.at.padded) {}
+        tile(walk.at.tile + (WideWalk::half() > 0 ? walk.at.half(0) : 0)), tiles(walk.at.half(WideWalk::half())),
+        mine(row_tile * 16 < walk.at.padded) {}
   MK_DEVICE void load(uint32_t j, float (&out)[4]) const {
     const auto at = [&](uint32_t stage, uint32_t i) { return *reinterpret_cast<const Quad*>(walk.sums(stage, i)); };
     const bool turns = !kDealt && walk.at.by_turns != 0;

@@ -155,13 +155,23 @@ MK_OUT_OF_LINE void last_record() {
   dev::warp_meets();
 }
 
-template <class Tasks, class Do>
-MK_DEVICE void each_record(Do f) {
-  for (first_record();; next_record()) {
+// f of the record at work and of those behind it, until the step ends. kPauses: or one has paused.
+template <class Tasks, bool kPauses = false, class Do>
+MK_DEVICE void go_on(Do f) {
+  for (;; next_record()) {
     const uint32_t opcode = dev::own_answer();
     if (opcode == abi::kEnd) return;
     dispatch<0>(opcode, f, Tasks{});
+    if constexpr (kPauses) {
+      if (dev::paused()) return;
+    }
   }
+}
+
+template <class Tasks, class Do>
+MK_DEVICE void each_record(Do f) {
+  first_record();
+  go_on<Tasks>(f);
 }
 
 // The records of a step. kSeveral: of one that the device treats apart, because it may have several rows: a task may have
@@ -205,20 +215,13 @@ namespace several {
 // Consumers, from the record at work on, until a task pauses or the step ends.
 template <class Tasks>
 MK_OUT_OF_LINE void consume_records() {
-  for (;; roles::next_record()) {
-    const uint32_t opcode = dev::own_answer();
-    if (opcode == abi::kEnd) return;
-    roles::dispatch<0>(opcode, []<class T>() {
-      if constexpr (requires { dev::Core<T>::consume_several(); }) {
-        dev::Core<T>::consume_several();
-      } else {
-        dev::Core<T>::consume();
-      }
-    }, Tasks{});
-    if constexpr (roles::pauses(Tasks{})) {
-      if (dev::paused()) return;
+  roles::go_on<Tasks, roles::pauses(Tasks{})>([]<class T>() {
+    if constexpr (requires { dev::Core<T>::consume_several(); }) {
+      dev::Core<T>::consume_several();
+    } else {
+      dev::Core<T>::consume();
     }
-  }
+  });
 }
 // The same from where a task has paused on.
 template <class Tasks>
