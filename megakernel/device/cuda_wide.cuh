@@ -325,8 +325,17 @@ MK_DEVICE void multiply_by_turns() {
   meet_in_pause();  // lanes of either half read those of the other
 }
 
+// Where a timeline is recorded: the first slice is there.
+MK_DEVICE void mark_ready() {
+  SliceReader(WideWalk::own().next, WideWalk::group_has(&Slice::stages)).await();
+  Worker w;
+  w.load();
+  trace::ready(w, abi::Role::kConsumer);
+}
+
 template <bool kHalf>
 MK_DEVICE void multiply_in_pause() {
+  if constexpr (trace::kOn) mark_ready();
   if (WideWalk::group_has(&Slice::by_turns) != 0) return multiply_by_turns<kHalf>();
   multiply_group_of_tiles<kHalf>();
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megakernel.builder.build import make_plan, plan_source
+from megakernel.builder.build import Plan, make_plan, plan_source
 from megakernel.builder.cache import INCLUDE
 from megakernel.device import cuda_compiler
 from megakernel.target import find_target
@@ -23,13 +23,17 @@ HOT = ("consume_rowI", "load_rowI", "store_rowsI", "produce_rows")
 MOST = {"consume_rowI": 20 * 16, "load_rowI": 30 * 16, "store_rowsI": 24 * 16, "produce_rows": 24 * 16}
 
 
-PLAN = make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=4, max_rows=16)
+def plan_of(rows: int) -> Plan:
+    return make_plan(CONFIG, find_target("sm_90a"), max_context=1024, max_slots=max(4, rows), max_rows=rows)
+
+
+PLAN = plan_of(16)
 
 
 @cache
-def traced() -> tuple[bytes, str]:
+def traced(rows: int = 16) -> tuple[bytes, str]:
     flags = (*cuda_compiler.compile_flags(PLAN.target, False, True), "--ptxas-options=-v")
-    return cuda_compiler.compile_cubin(plan_source(PLAN, trace=True), INCLUDE, flags)
+    return cuda_compiler.compile_cubin(plan_source(plan_of(rows), trace=True), INCLUDE, flags)
 
 
 def functions(text: str) -> str:
@@ -45,8 +49,9 @@ def test_no_instruction_of_recording_in_a_kernel_without_it(tmp_path: Path, monk
     assert functions(ptx(PLAN, tmp_path)) == off
 
 
-def test_a_recording_kernel_fits_its_registers_and_shared_memory(tmp_path: Path) -> None:
-    cubin, log = traced()  # shared memory is checked by a static_assert
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_recording_kernel_fits_its_registers_and_shared_memory(tmp_path: Path, rows: int) -> None:
+    cubin, log = traced(rows)  # shared memory is checked by a static_assert
     used = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     assert used and max(used) <= REGISTERS, log
     tool = disassembler()
